@@ -222,7 +222,6 @@ class Run:
 
     def close(self, failed: bool) -> None:
         """Close the files and, unless the run has failed, end the processes together."""
-        self.logger.close()
         unlock_folder(self.folder)
         self.stop.close()
         if not failed:

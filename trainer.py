@@ -467,7 +467,7 @@ class Trainer:
         return Step(examples, completions, run.cfg.data.score_prompt, run.budget)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Each micro-batch on the device, while it is worked on; then count it in the progress bar. In a
+        """Each micro-batch on the device, while it is worked on; then count it as progress. In a
         validation a signal may end the work between two; a training step is never left in its middle
         (devices.Stop)."""
         run = self.run

@@ -1,7 +1,6 @@
 """What a program says: lines on rank 0, progress, and errors that are one line with an exit code."""
 
 import contextlib
-import math
 import os
 import shlex
 import sys
@@ -9,10 +8,9 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 # Read by torch in the processes that this one launches: a rank whose peer has died would print a C++
 # stack beside our line.
@@ -84,64 +82,66 @@ def command_to(words: list[str]) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line on rank 0, above a progress bar."""
+    """Print a line on rank 0."""
     if rank() == 0:
-        with tqdm.external_write_mode():
-            print(line, flush=True)
+        print(line, flush=True)
 
 
 shows_progress = True  # setup sets it to the setting `progress`
-_bars = []  # the bars of the work that is going on, the innermost last
 
 
-class Lines:
-    """Where the output is no terminal, tqdm writes to this: each refresh of a bar that has moved is a line."""
+@dataclass
+class Work:
+    """How far some work is, in units that it counts by advance()."""
 
-    last = ""
+    title: str
+    total: int | None
+    pause: float
+    """Seconds from one line to the next, at least."""
+    began: float
+    shown: float
+    """When the last line was printed."""
+    done: int = 0
 
-    def write(self, text: str) -> None:
-        line = text.strip()
-        says_nothing = "100%" in line or "? left" in line  # it ends now, or has just begun
-        if line and line != self.last and not says_nothing:
-            say(line)
-            self.last = line
+    def advance(self, n: int) -> None:
+        self.done += n
+        now = time.monotonic()
+        seconds = now - self.began
+        pause = min(60, max(self.pause, seconds / 10))
+        if not n or now < self.shown + pause or self.done == self.total or not shows_progress:
+            return
+        self.shown = now
+        if self.total:
+            left = seconds / self.done * (self.total - self.done)
+            say(f"{self.title}: {self.done / self.total:.0%}, {duration(left)} left")
+        else:
+            say(f"{self.title}: {self.done:,}")
 
 
-def make_bar(**options: Any) -> tqdm:
-    """A bar on a terminal, lines elsewhere; on rank 0, unless progress is off."""
-    is_terminal = sys.stderr.isatty()
-    return tqdm(
-        file=None if is_terminal else Lines(),
-        position=None if is_terminal else 0,  # at 0 tqdm moves no cursor
-        miniters=0,
-        maxinterval=math.inf,  # no lines between ours by tqdm's own thread
-        dynamic_ncols=True,
-        leave=False,
-        disable=rank() > 0 or not shows_progress,
-        **options,
-    )
+_works: list[Work] = []  # what is going on, the innermost last
 
 
 @contextlib.contextmanager
 def progress(title: str, total: int | None, silent: float = 5) -> Iterator[None]:
     """Show how far the work within is, in units that it counts by advance(); total: None if it is not known. Nothing
-    in the first `silent` seconds; then on a terminal a bar, elsewhere a line at least so many seconds apart, up
-    to 60."""
-    shown = "{desc}: {percentage:.0f}%, {remaining} left" if total else "{desc}: {n:,}"
-    _bars.append(make_bar(total=total, desc=title, bar_format=shown, delay=silent))
+    in the first `silent` seconds; then a line at least so many seconds apart, up to 60."""
+    now = time.monotonic()
+    _works.append(Work(title, total, silent, now, now))
     try:
         yield
     finally:
-        _bars.pop().close()
+        _works.pop()
 
 
 def advance(n: int = 1) -> None:
-    """Count n units of the innermost work that is shown."""
-    if _bars and not _bars[-1].disable:
-        bar = _bars[-1]
-        if not sys.stderr.isatty():
-            bar.mininterval = min(60, max(bar.delay, (time.time() - bar.start_t) / 10))
-        bar.update(n)
+    """Count n units of the innermost work."""
+    if _works:
+        _works[-1].advance(n)
+
+
+def duration(seconds: float) -> str:
+    """0:01:30"""
+    return str(timedelta(seconds=round(seconds)))
 
 
 @contextlib.contextmanager

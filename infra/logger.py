@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from infra.console import Failed, make_bar, rank, say, user_code, user_error
+from infra.console import Failed, duration, rank, say, user_code, user_error
 from infra.files import write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
@@ -231,7 +231,7 @@ class Logger:
         self.main = rank() == 0
         self.cfg = cfg
         self.out = Path(cfg.out_dir)
-        self.total = self.bar = self.track = None
+        self.total = self.track = self.first = self.shown = None
         if self.main:
             cut_rows(self.out / "metrics.csv", last_step)
             cut_rows(self.out / "val.csv", last_step - unvalidated)
@@ -253,29 +253,24 @@ class Logger:
             )
 
     def step(self, step: int, row: dict, seconds: float) -> None:
-        """Write a step's row of metrics.csv, and show it. seconds: how long the step took. Where the output
-        is no terminal, a run prints about twenty lines, or one a minute."""
+        """Write a step's row of metrics.csv, and show it: about twenty lines a run, or one a minute. seconds: how long
+        the step took."""
         if not self.main:
             return
         self._write("metrics.csv", step, row)
-        is_terminal = sys.stderr.isatty()
-        # made as late as this, since the time before the first step is no part of the ETA
-        if self.bar is None:
-            self.bar = make_bar(
-                total=self.total,
-                initial=step - 1,
-                # the last part, a bar, fills a terminal's line
-                bar_format="step {n}/{total}: {desc}ETA {remaining}" + " {bar}" * is_terminal,
-                smoothing=0,
-                delay=1e-9,  # no line for step 0
-            )
-            self.bar.start_t = self.bar.last_print_t = time.time() - seconds
-        # without accuracy: a terminal's line is short
-        cells = format_cells(row | {"accuracy": None})
-        self.bar.set_description_str(" ".join([*cells, ""]), refresh=False)
-        self.bar.update(step - self.bar.n)
-        if not is_terminal:
-            self.bar.miniters = min(self.total / 20, 60 / seconds)
+        now = time.time()
+        if self.first is None:
+            self.first = step
+            self.began = now - seconds
+        elif step - self.shown < min(self.total / 20, 60 / seconds):
+            return
+        self.shown = step
+        if self.cfg.progress:
+            # the time before the first step, in which it is read and loaded, is no part of the ETA
+            left = (now - self.began) / (step - self.first + 1) * (self.total - step)
+            # without accuracy, which needs more than one step
+            cells = " ".join(format_cells(row | {"accuracy": None}))
+            say(f"step {step}/{self.total}: {cells} ETA {duration(left)}")
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
@@ -300,10 +295,6 @@ class Logger:
             except Failed as e:  # the network is away, or a key has expired
                 self.track = None
                 say(f"{e}; left out from here on, {file} goes on")
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 def write_json(path: Path, value: Any) -> None:

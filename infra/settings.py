@@ -304,7 +304,7 @@ class RunSettings:
     logger: Literal["csv", "tensorboard", "wandb"] = free("csv")
     """csv (always written), tensorboard, or wandb, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline."""
     progress: bool = free(True)
-    """A progress bar on a terminal, a line now and then elsewhere."""
+    """A line now and then that says how far the run is."""
 
     def validate(self) -> None:
         """Raise BadInput for fields that do not go together. jsonargparse has checked each field by its

@@ -118,8 +118,8 @@ def test_a_large_file_says_how_far_it_is_read(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     for said in (
         "records: 1",
-        "records as text: 25%, 00:00 left",
-        "records as tokens: 25%, 00:00 left",
+        "records as text: 25%, 0:00:00 left",
+        "records as tokens: 25%, 0:00:00 left",
     ):
         assert f"d.jsonl: {said}\n" in out
 
