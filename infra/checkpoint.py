@@ -1,4 +1,4 @@
-"""A run on disk: its folder and lock, checkpoints, and whether a resume is of the same run.
+"""A run on disk: its folder, its lock, its checkpoints, and what a resume must have in common with the run.
 
 | in the run's folder | holds |
 | --- | --- |
@@ -13,10 +13,9 @@
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |
 
-A checkpoint is written beside its final name and then renamed: it is whole or not there. In it every rank
-writes and reads its own part, by torch.distributed.checkpoint, and nothing is gathered. Its tensors are
-named `kind|parameter`, where a kind is weights, reference or one of the optimizer's moments, and
-`random|rank`.
+A checkpoint is written under a temporary name and then renamed, so a kill never leaves half a checkpoint. Every rank
+writes and reads its own part (torch.distributed.checkpoint); nothing is gathered. The tensors are named
+`kind|parameter`, where the kind is weights, reference or one of the optimizer's moments, and `random|rank`.
 
 A parameter `run` is a run.Run, and run.py imports this file.
 """
@@ -61,19 +60,20 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 @dataclass
 class RunState:
-    """What a checkpoint holds besides tensors: what the run is, and how far it has come."""
+    """What a checkpoint holds besides tensors."""
 
     hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of model, reference, tokenizer and data, and the program's name: a resume must find the same."""
+    """Hashes of the model, the reference, the tokenizer and the data, and the program's name. A resume must find the
+    same ones."""
     step: int = 0
     """Optimizer steps done."""
     unvalidated: bool = False
-    """Whether the validation of this step has begun but not ended: a resume does it first."""
+    """Whether the validation of this step has begun but has not ended. A resume then validates first."""
     iteration: int = 0
     """The iteration of SPIN or online KTO, from 1."""
     reference_has_moved: bool = False
-    """Whether the reference is no longer the model that the run began with (Run.new_reference). With LoRA
-    the adapters of earlier steps are then merged into the base."""
+    """Whether the reference is no longer the model that the run began with (Run.new_reference). If so, with LoRA, the
+    adapters of earlier steps have been merged into the base."""
     started_from: str = ""
     """Hash of the policy's weights when the iteration began."""
     best_step: int | None = None
@@ -115,8 +115,8 @@ class RunState:
 
 
 def checkpoints_by_step(out: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, in order. What has another name, such as a user's copy of one, is
-    left alone."""
+    """The checkpoints of a run by step, in order. A folder with another name, such as a copy that the user has made, is
+    not one of them."""
     paths = sorted((out / "checkpoints").glob("step-*"))
     steps = {path: path.name.removeprefix("step-") for path in paths}
     return {int(step): path for path, step in steps.items() if step.isdecimal()}
@@ -134,8 +134,7 @@ def checkpoint_folder(out: Path, step: int) -> Path:
 
 
 def find_checkpoint(out: Path, resume: str | None) -> Path | None:
-    """The checkpoint that a run in the folder `out` goes on from. Raises BadInput where two runs would be
-    mixed."""
+    """The checkpoint from which a run in the folder `out` resumes. Raises BadInput if two runs would be mixed."""
     path_of = checkpoints_by_step(out)
     if not resume:
         if path_of or (out / "metrics.csv").exists():
@@ -184,7 +183,7 @@ def unlock_folder(out: Path) -> None:
 
 
 def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings, program: str) -> None:
-    """Refuse to go on from this checkpoint with another program, or with settings that would make another run."""
+    """Raise BadInput for a resume by another program, or with settings that would make another run."""
     if checkpoint is None:
         return
     began_with = read_state(checkpoint).hashes["program"]
@@ -203,7 +202,7 @@ def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings, program: s
 
 
 def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> None:
-    """Refuse to go on from this checkpoint with another program, other models or other records."""
+    """Raise BadInput for a resume by another program, with other models or with other records."""
     if checkpoint is None:
         return
     began_with = read_state(checkpoint).hashes
@@ -217,9 +216,8 @@ def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> Non
 def begin_run(
     out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str]
 ) -> RunState:
-    """Write into the folder for the first time: rename the checkpoints of later steps than the one from which
-    the run goes on, and write the settings. -> the state that the run begins with. Raises BadInput for
-    models that are not those of the checkpoint."""
+    """Write the settings into the folder, and rename the checkpoints of steps after the one from which the run resumes.
+    -> the state that the run begins with. Raises BadInput if the models are not those of the checkpoint."""
     check_resumed_hashes(checkpoint, hashes)  # now with those of the weights
     state = RunState(hashes=hashes)
     if checkpoint:
@@ -242,8 +240,8 @@ def begin_run(
 
 def versions() -> str:
     """The project's commit, if this is a git clone, and the versions of torch and lightning."""
-    # A copy without .git may lie in a clone of something else, whose commit says nothing: git must know this file.
-    # Through a shell, which raises nothing where git is not installed.
+    # Git must know this file: otherwise the commit is that of another project, in whose clone this code lies. The shell
+    # raises nothing if git is not installed.
     command = "git ls-files --error-unmatch infra/checkpoint.py >/dev/null && "
     command += "git describe --always --dirty '--exclude=*'"
     git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
@@ -255,7 +253,7 @@ def versions() -> str:
 
 
 def save_checkpoint(run: Any) -> None:
-    """Write a checkpoint of the step that was just done, then remove old ones. A collective. Raises Failed."""
+    """Write a checkpoint of the current step, then remove old checkpoints. A collective. Raises Failed."""
     fabric = run.fabric
     state = run.state
     params = run.policy.unique_parameters()
@@ -278,8 +276,8 @@ def save_checkpoint(run: Any) -> None:
             else:
                 state.optimizer_numbers[name] = x
     tensors[f"random|{fabric.global_rank}"] = generator_of(fabric).get_state()
-    # A file for each kind: a rank holds only one file's bytes at once. The list must be the same on all ranks, so it
-    # has the random states of all.
+    # One file for each kind, because a rank holds the bytes of a whole file in memory. The list must be the same on all
+    # ranks, so it names the random states of all ranks.
     names_of_random_states = [f"random|{rank}" for rank in range(fabric.world_size)]
     names = [*tensors, *names_of_random_states]
     kinds = sorted({name.split("|")[0] for name in names})
@@ -339,8 +337,8 @@ def read_tensors(
     folder: Path,
     place: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor | None],
 ) -> dict[str, torch.Tensor]:
-    """Read tensors of a checkpoint. place(kind, name, size, dtype) gives the tensor to read into, or None to
-    leave it out. A rank reads the shards that it holds, however many ranks wrote them. -> the tensors by
+    """Read tensors of a checkpoint. place(kind, name, size, dtype) returns the tensor to read into, or None to skip
+    this one. A rank reads the shards that it holds; any number of ranks may have written them. -> the tensors by
     `kind|name`"""
     reader = HuggingFaceStorageReader(str(folder))
     tensors = {}
@@ -360,7 +358,7 @@ def load_checkpoint(run: Any, folder: Path) -> None:
     rank = str(run.fabric.global_rank)
 
     def place(kind: str, name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        if kind == "random":  # a rank without a saved state goes on with its own
+        if kind == "random":  # a rank that has no saved state keeps its present one
             return torch.empty(size, dtype=dtype) if name == rank else None
         p = run.reference.own_weights()[name] if kind == "reference" else params[name]
         if kind in ("weights", "reference"):
@@ -378,6 +376,6 @@ def load_checkpoint(run: Any, folder: Path) -> None:
         moments[params[name]][moment] = x
     generator = generator_of(run.fabric)
     random_state = tensors.get(f"random|{rank}")
-    # a run that moves between a CPU and a GPU draws anew: their states have other sizes
+    # The states of CPUs and GPUs have different sizes: a run that moves between them begins a new sequence.
     if random_state is not None and random_state.shape == generator.get_state().shape:
         generator.set_state(random_state)

@@ -1,4 +1,4 @@
-"""What a program says: lines on rank 0, progress, and errors that are one line with an exit code."""
+"""What a program prints: lines on rank 0, progress, and errors in one line with an exit code."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-# Read by torch in the processes that this one launches: a rank whose peer has died would print a C++
-# stack beside our line.
+# torch reads it in the processes that this one launches. Otherwise a rank whose peer has died would print a C++ stack
+# beside our line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 launched = []  # the Fabric of several processes: an error here ends the processes that it launched
@@ -144,6 +144,9 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")  # files of Python
+
+
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
     """Around a call of a function that a fork hands over or overrides. An exception in it becomes Failed, one line with
@@ -162,10 +165,9 @@ def text_in_one_line(error: Exception) -> str:
 
 
 def own_line(error: Exception) -> str:
-    """`file:line` of the innermost call that is in no installed package."""
+    """`file:line` of the innermost call that is not in an installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-    own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
+    own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
     innermost = (own or frames)[-1]
     return f"{innermost.filename}:{innermost.lineno}"
 

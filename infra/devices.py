@@ -1,7 +1,6 @@
-"""From --devices and --strategy to processes that compute together: launch, shard, collectives; and signals that
-stop a run.
+"""Processes that compute together: devices, precision, launch, collectives, sharded tensors, and signals.
 
-All of this is Fabric's and torch's; this file chooses among it, and works around what it gets wrong.
+Fabric and torch do the work. This file chooses among their options and works around their faults.
 """
 
 import contextlib
@@ -29,10 +28,9 @@ from infra.launchers import resolve_processes
 from infra.rounding import is_narrower, round_at_random
 from infra.settings import RunSettings, refuse_unless
 
-# Batches of ever new sizes leave gaps in a GPU's memory, unless its segments may grow: GPT-2 1.5B with 16,384
-# tokens would reserve up to 84 GB in place of 69. torch reads this when it first uses a GPU, so it is set now.
-# What the user's environment says about the allocator stays.
-# In Windows' Linux (WSL 2) some drivers refuse such segments.
+# Nearly every batch has a new size, which fragments a GPU's memory unless segments can be expanded: GPT-2 1.5B with
+# 16,384 tokens would reserve up to 84 GB instead of 69 GB. torch reads this variable when it first uses a GPU, so it is
+# set here. The user's own setting stays. In Windows' Linux (WSL 2) some drivers refuse such segments.
 in_wsl = "microsoft" in platform.release().lower()
 if not in_wsl and not any(name.endswith("_ALLOC_CONF") for name in os.environ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -67,8 +65,8 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
 
 
 def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: int) -> str:
-    """The setting precision; where it is not given, the fastest for a model of this size on so many GPUs (0:
-    on the CPU). Raises BadInput."""
+    """The setting `precision`. If it is not given: the fastest one for a model of this size on this many GPUs (0 for
+    the CPU). Raises BadInput."""
     for gpu in range(gpus):
         if multiplies_bfloat16(gpu):
             continue
@@ -84,8 +82,8 @@ def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: in
         return precision or "32-true"
     if precision:
         return precision
-    # a CPU that has products of bfloat16 gains from them where the blocks have more than 50M weights: 1.6
-    # to 1.7 times at 135M (benchmarks/RESULTS.md); without such products it is about six times slower
+    # A CPU with matrix products in bfloat16 gains from them if the blocks have more than 50M weights: 1.6 to 1.7 times
+    # at 135M (benchmarks/RESULTS.md). Without these products bfloat16 is about six times slower.
     cpu_multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     cpu_gains = cpu_multiplies and 12 * n_layer * n_embd**2 > 50e6
     precision = "bf16-mixed" if gpus or cpu_gains else "32-true"
@@ -94,14 +92,14 @@ def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: in
 
 
 def prepare_machine() -> None:
-    """Settings of the machine with which torch is fast here.
+    """Make torch faster on this machine.
 
-    glibc keeps the memory of freed tensors of up to 32 MB for the next ones. By default it gives much of
-    it back, and the kernel clears the same pages for the next forward: a small model's step took 1.1 to
-    1.2 times as long (benchmarks/RESULTS.md). What the user's environment says about malloc stays.
+    On a CPU: let glibc keep the memory of freed tensors up to 32 MB. By default it returns most of this memory to the
+    kernel, which clears the pages for the next forward; a small model's step took 1.1 to 1.2 times as long
+    (benchmarks/RESULTS.md). The user's own settings of malloc stay.
 
-    Attention on a GPU uses flash or memory-efficient kernels, not cuDNN's, which come first on an H100
-    (torch 2.11) and build a plan for each new shape; almost each of our batches has a new shape.
+    On a GPU: no attention kernels of cuDNN. torch 2.11 prefers them on an H100, but they build a plan for each new
+    shape, and nearly every batch has a new shape.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
@@ -115,14 +113,14 @@ def prepare_machine() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
-# For rank 0 while it does alone what takes long: a judge's answers, an export, loading a large model. With Fabric's
-# half an hour the other ranks would end the run.
+# How long the other ranks wait while rank 0 works alone (a judge, an export, loading a large model). Fabric's default,
+# half an hour, would end the run.
 LONGEST_WAIT = timedelta(days=1)
 
 
 class DDP(DDPStrategy):
-    """Fabric's DDPStrategy without its side stream. Fabric wraps the model in a side stream; gradients would
-    then be added up in that stream, which waits for the backward's stream each time, and torch warns about it."""
+    """Fabric's DDPStrategy without its side stream. Gradients would be accumulated in the stream in which Fabric wraps
+    the model. That stream would wait for the backward's stream each time, and torch warns about it."""
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         device_ids = self._determine_ddp_device_ids()
@@ -130,19 +128,18 @@ class DDP(DDPStrategy):
 
 
 def launch(cfg: RunSettings, shard: Callable) -> Fabric:
-    """A Fabric with all its processes running and seeded alike. shard(module, mesh): shards a model for
-    strategy fsdp."""
+    """A Fabric whose processes all run, with the same seed. shard(module, mesh) shards a model for strategy fsdp."""
     prepare_machine()
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # with 64-true the default is float64, else Fabric would cast what a forward returns to float32
+    # Fabric casts the outputs of a forward to the default dtype.
     torch.set_default_dtype(torch.float64 if cfg.precision == "64-true" else torch.float32)
     for name in ("lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no banners
     devices, nodes = resolve_processes(cfg.devices)
     strategy = cfg.strategy
-    if strategy == "fsdp":  # without the two sizes Fabric would make a node tensor parallel
+    if strategy == "fsdp":  # by default Fabric makes a node tensor parallel
         strategy = ModelParallelStrategy(
             shard, data_parallel_size=devices * nodes, tensor_parallel_size=1, timeout=LONGEST_WAIT
         )
@@ -150,7 +147,7 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         # our buffers are constant; the option has a new name since torch 2.13
         is_new = torch.__version__ >= "2.13"
         option = "forward_sync_buffers" if is_new else "broadcast_buffers"
-        # the gradients are parts of DDP's own memory for sending them, not copies
+        # gradients are views of DDP's buckets, not copies
         options = {option: False, "gradient_as_bucket_view": True}
         strategy = DDP(**options, timeout=LONGEST_WAIT)
     fabric = Fabric(
@@ -160,7 +157,7 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         strategy=strategy,
         # see resolve_processes
         plugins=TorchElasticEnvironment() if launcher() == "torchrun" else LightningEnvironment(),
-        # bf16-true: we load the base in bfloat16 ourselves, and adapters stay in float32
+        # bf16-true: load_model reads the base in bfloat16, and the adapters stay in float32
         precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
     )
     fabric.launch()
@@ -171,8 +168,8 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
 
 
 def leave_process_group(fabric: Fabric) -> None:
-    """End the processes together, after their models are gone: gloo aborts now and then if a model
-    is alive when its process group is destroyed (pytorch issue 190489)."""
+    """End the processes together, after their models have been freed: gloo sometimes aborts if a model is alive when
+    its process group is destroyed (pytorch issue 190489)."""
     launched.clear()
     if torch.distributed.is_initialized():
         gc.collect()
@@ -184,15 +181,15 @@ def leave_process_group(fabric: Fabric) -> None:
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """x, reduced over all ranks in place (op: sum, max or min). Fabric's own all_reduce also waits
-    for the device."""
+    """Reduce x over all ranks in place, by op (sum, max or min). Unlike Fabric's all_reduce it does not wait for the
+    device."""
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, op.upper()))
     return x
 
 
 def reduce_number(number: float, op: str, device: torch.device) -> float:
-    """A number that the host knows, reduced over all ranks. A single process does not wait for the device."""
+    """A Python number, reduced over all ranks. A single process does not wait for the device."""
     if not torch.distributed.is_initialized():
         return number
     return all_reduce(torch.tensor(number, dtype=torch.float64, device=device), op).item()
@@ -243,15 +240,15 @@ def known_to_all(fabric: Fabric, error: BaseException | None) -> bool:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x on a device. A copy to a GPU does not wait for the work that is queued there."""
+    """x on a device, by an asynchronous copy."""
     if device.type == "cuda" and not x.is_cuda:
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The whole tensor x on the device of `like`, and sharded if `like` is. Sharding is a collective that
-    takes the values of rank 0."""
+    """The full tensor x on the device of `like`, sharded if `like` is sharded. Sharding is a collective that takes the
+    values of rank 0."""
     x = x.to(like.device)
     if isinstance(like, DTensor):
         return distribute_tensor(x, like.device_mesh, like.placements)
@@ -259,7 +256,7 @@ def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -273,10 +270,10 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
 def set_weights(
     module: torch.nn.Module, weights: Mapping | None, share: float = 1.0, seed: int = 0
 ) -> None:
-    """Copy weights into a module's parameters of the same names, or move these by a share towards the
-    weights. Parameters that `weights` lacks stay. seed: of the rounding of such a move.
+    """Copy weights into the parameters of the same names; with a share below 1, move the parameters by this share
+    towards the weights. Other parameters stay. seed: of the rounding of a move.
 
-    A collective if the module is sharded: rank 0 gives the weights of all parameters, the other ranks may give None.
+    A collective if the module is sharded: rank 0 gives the weights of all parameters, and other ranks may give None.
     """
     for name, p in module.unique_parameters().items():
         x = torch.empty(p.shape) if weights is None else weights.get(name)
@@ -289,13 +286,13 @@ def set_weights(
 def moved(
     x: torch.Tensor, target: torch.Tensor, share: float, seed: int, name: str
 ) -> torch.Tensor:
-    """A weight that has moved by a share towards the target, in its own type. seed, name: see round_at_random."""
+    """A weight after a move by a share towards the target, in its own dtype. seed, name: see round_at_random."""
     wide = torch.promote_types(x.dtype, torch.float32)
     exact = x.to(wide).lerp(target.to(wide), share)
     if not is_narrower(x.dtype, wide):
         return exact
-    # In training most weights move by a spacing of bfloat16 or by none. Rounded to nearest, a share of 0.4 of that
-    # would be nothing, and one of 0.6 the whole.
+    # In training most weights move by one spacing of bfloat16 or by none. Rounding to nearest would turn a share of 0.4
+    # into 0, and a share of 0.6 into 1.
     return round_at_random(exact, x.dtype, seed, name)
 
 
@@ -303,14 +300,14 @@ def moved(
 
 
 class Stop:
-    """Whether to stop, and why. All ranks end after the same step.
+    """Whether a signal asks the run to stop. All ranks stop after the same step.
 
-    A signal sets a flag, which the loop reads after each step; sampling, checks and validation read it
-    between two units of work. A step is never left between two of its micro-batches. After the first signal
-    Ctrl-C ends the process at once. The others do not: a scheduler sends SIGUSR1, then SIGTERM, and kills later.
+    A signal sets a flag. The loop reads the flag after each step; sampling, checks and validation read it between two
+    units of work. A step is never stopped between two micro-batches. After the first signal a Ctrl-C ends the process
+    at once. A second SIGUSR1 or SIGTERM does not, because schedulers send one after the other and kill later.
 
-    reason: why to stop: the signal on which the ranks have agreed, or stop_at, which the loop reads; empty to go on.
-    signal: the number of the signal that arrived, or 0.
+    reason: the name of the signal on which the ranks have agreed, or stop_at; empty if the run continues.
+    signal: the number of the signal that this rank got, or 0.
     """
 
     def __init__(self):
@@ -335,7 +332,7 @@ class Stop:
         signal.signal(signal.SIGINT, self.before[signal.SIGINT])
         if is_first and rank() == 0:
             name = signal.Signals(number).name
-            # not print: the signal may have come in the middle of another one
+            # not print: the signal may have interrupted another print
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, f"{name}: stopping soon; Ctrl-C now ends at once\n".encode())
 
