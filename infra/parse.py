@@ -1,16 +1,16 @@
 """Settings from files, the command line and the demo's defaults.
 
-jsonargparse reads and checks the values; ours is the order of files and options, the nearest name, and one line for
-an error.
+jsonargparse checks the values and prints the help. The order of files and options, the nearest name, and one line for
+each error are ours.
 """
 
 import dataclasses
 import difflib
 import json
+import re
 import sys
 import typing
 from collections.abc import Mapping
-from datetime import date
 from pathlib import Path
 
 import docstring_parser
@@ -25,16 +25,15 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
     """Settings of type `cls` from the command line (or from argv). Command-line options override
     --config files, wherever they stand; a later file overrides an earlier one.
 
-    Without --model and --config the run starts from `demo`, a file of config/. With one of them it
-    is the user's own run, which must name data.train. With data.train alone the demo's model stays,
-    but neither its validation data nor its checker. --help begins with the docstring of the file that
-    the objective stands in: a fork's own. Raises BadInput.
+    Without --model and --config the run starts from `demo`, a file of config/. With one of them it is the user's own
+    run, which must name data.train. With data.train alone the demo's model stays, but neither its validation data nor
+    its checker. --help begins with the docstring of the file of the objective, which may be a fork's. Raises BadInput.
     """
     words = command_line()[1:] if argv is None else argv
     names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
     defaults = {}
     if not {"model", "config"} & names:
-        defaults = flatten(yaml.safe_load((ROOT / "config" / demo).read_text()))
+        defaults = read_config_file(str(ROOT / "config" / demo))
         if "data.train" in names:
             if "print_config" not in names:  # what that prints is a file of settings
                 say("your data.train: the demo's validation data and checker are left out")
@@ -60,12 +59,14 @@ def split_options(words: list[str]) -> list[list[str]]:
 def parse_command(
     cls: type, doc: str, words: list[str], defaults: Mapping[str, object] | None = None
 ) -> typing.Any:
-    """The settings of a command. defaults: values by dotted names, of which a fork's `cls` may lack some.
-    Raises BadInput."""
+    """The settings of a command. defaults: values by dotted names; `cls`, which may be a fork's, need not have all of
+    these names. Raises BadInput."""
     known = flatten(cls)
     defaults = {name: value for name, value in (defaults or {}).items() if name in known}
     values, switches = read_command(words, known)
-    texts = {name: argument_text(value) for name, value in (defaults | values).items()}
+    texts = {}
+    for name, value in (defaults | values).items():
+        texts[name] = value if isinstance(value, str) else json.dumps(value, default=str)
     parser = jsonargparse.ArgumentParser(
         usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
         description=doc.split("\n\n")[0],
@@ -78,71 +79,71 @@ def parse_command(
     try:
         parsed = parser.parse_args([*(f"--{name}={x}" for name, x in texts.items()), *switches])
     except (jsonargparse.ArgumentError, ValueError) as e:
-        raise BadInput(first_fault(cls, texts) or " ".join(str(e).split())) from None
-    del parsed["config"]
-    # its name before jsonargparse 4.49 was instantiate_classes
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    return with_plain_types(cls(**instantiate(parsed)))
+        raise BadInput(one_line(str(e), texts, known)) from None
+    return build(cls, parsed)
 
 
-def with_plain_types(value: object) -> object:
-    """The same value, a settings group or a list too, with Python's own types in place of jsonargparse's
-    restricted ones. These are subclasses, which not every library takes: Fabric refuses a number of GPUs
-    whose type is not int itself."""
-    if dataclasses.is_dataclass(value):
-        fields = {name: with_plain_types(x) for name, x in vars(value).items()}
-        return dataclasses.replace(value, **fields)
-    if isinstance(value, list | tuple):
-        return type(value)(map(with_plain_types, value))
+def build(cls: type, parsed: Mapping[str, object]) -> typing.Any:
+    """An object of a class of settings, with Python's own types instead of jsonargparse's restricted ones. These are
+    subclasses, and not every library takes a subclass: Fabric takes a number of GPUs only as an int."""
+    values = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        is_group = dataclasses.is_dataclass(kind)
+        values[name] = build(kind, parsed[name]) if is_group else plain(parsed[name])
+    return cls(**values)
+
+
+def plain(value: object) -> object:
+    if isinstance(value, list):
+        return [plain(x) for x in value]
     if isinstance(value, dict):
-        return {name: with_plain_types(x) for name, x in value.items()}
-    for plain in (bool, int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
+        return {name: plain(x) for name, x in value.items()}
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
     return value
 
 
 def read_command(
     words: list[str], known: Mapping[str, object]
 ) -> tuple[dict[str, object], list[str]]:
-    """-> what --config files and options say, by dotted names; and options that take no value: --help,
-    --print_config. An option overrides the files, a later file an earlier one. Raises BadInput for a
-    name that is not known."""
-    of_files: dict[str, object] = {}
-    of_options: dict[str, object] = {}
+    """-> the values of --config files and options, by dotted names; and the options without a value, --help and
+    --print_config. An option overrides the files, and a later file an earlier one. Raises BadInput."""
+    of_options = {}
     switches = []
-    unknown = []  # all are said at once
+    unknown = []
     files = []
     stray, *options = split_options(words)
     if stray:
         raise BadInput(unknown_name(stray[0], known))
     for head, *values in options:
         name, has_value, value = head.removeprefix("--").partition("=")
-        if name.split("=")[0] in ("help", "print_config"):
-            switches.append(head)
-            continue
         if has_value:
             values = [value, *values]
-        if name != "config" and name not in known:
+        if name in ("help", "print_config"):
+            switches.append(head)
+        elif name != "config" and name not in known:
             unknown.append(unknown_name(name, known))
-            continue
-        if len(values) != 1:
+        elif len(values) != 1:
             raise BadInput(f"{name}: expected one value, got {' '.join(values) or 'none'}")
-        if name == "config":
+        elif name == "config":
             files.append(values[0])
-            of_files |= read_config_file(values[0], known)
         else:
             of_options[name] = values[0]
     if unknown:
         raise BadInput("\n".join(unknown))
+    of_files = {}
+    for file in files:
+        of_files |= read_config_file(file)
+        check_names(file, of_files, known)
     if of_options.get("resume") and "out_dir" not in of_options:
         refuse_moved_run(files, of_files.get("out_dir"))
     return of_files | of_options, switches
 
 
 def refuse_moved_run(files: list[str], out_dir: object) -> None:
-    """Raise BadInput if a file is the settings.yaml of a run that has been moved or copied: out_dir, which it says, is
-    where the run was, and a resume would begin anew there, or go on with the original."""
+    """Raise BadInput if a file is the settings.yaml of a run whose folder was moved or copied. Its out_dir is the old
+    folder, where a resume would begin a new run or continue the original."""
     for file in map(find_path, files):
         folder = file.resolve().parent
         if file.name == "settings.yaml" and out_dir and (folder / "checkpoints").is_dir():
@@ -153,8 +154,9 @@ def refuse_moved_run(files: list[str], out_dir: object) -> None:
                 )
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """YAML in which no key stands twice: PyYAML would take the last one without a word."""
+class Texts(yaml.BaseLoader):
+    """YAML whose values are texts, as on the command line: YAML 1.1 would read `no` as false and 0010 as 8. A key that
+    stands twice is an error; PyYAML would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -165,62 +167,44 @@ class UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_config_file(file: str, known: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a YAML file by dotted names. Raises BadInput."""
+def read_config_file(file: str) -> dict[str, object]:
+    """The settings of a YAML file by dotted names: texts, or lists of texts. Raises BadInput."""
     with user_error("config", file):
         text = find_path(file).read_text(encoding="utf-8")
-        groups = yaml.load(text, Loader=UniqueKeys)  # a SafeLoader
+        groups = yaml.load(text, Loader=Texts)  # it makes texts, lists and dicts only
     if not isinstance(groups, dict):
         raise BadInput(f"config: {file}: expected settings, `name: value`")
-    values = flatten(groups)
+    return flatten(groups)
+
+
+def check_names(file: str, values: Mapping[str, object], known: Mapping[str, object]) -> None:
+    """Raise BadInput for the names in a file that are no settings."""
+    faults = []
     for name in values:
         group = [x for x in known if x.startswith(f"{name}.")]
         if group:
-            raise BadInput(f"{file}: {name}: expected a group of settings, such as {group[0]}")
-    unknown = [f"{file}: {unknown_name(name, known)}" for name in values if name not in known]
-    if unknown:
-        raise BadInput("\n".join(unknown))
-    return values
+            faults.append(f"{file}: {name}: expected a group of settings, such as {group[0]}")
+        elif name not in known:
+            faults.append(f"{file}: {unknown_name(name, known)}")
+    if faults:
+        raise BadInput("\n".join(faults))
 
 
-def argument_text(value: object) -> str:
-    """A value as one writes it on the command line."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, date):  # YAML reads 2026-01-31 as a day
-        return value.isoformat()
-    return json.dumps(value, default=str)
-
-
-def first_fault(cls: type, texts: Mapping[str, str]) -> str:
-    """What is wrong with the settings, by the first of them: a required one that is missing, or a value of
-    another type. Empty if each is right alone."""
-    kinds = flatten(cls)
-    for name, kind in kinds.items():
-        if name not in texts:
-            if is_required(cls, name):
-                return f"{name}: missing: --{name} {_type_name(kind)}"
-            continue
-        parser = jsonargparse.ArgumentParser(exit_on_error=False)
-        parser.add_argument("--value", type=kind)
-        try:
-            parser.parse_args([f"--value={texts[name]}"])
-        except (jsonargparse.ArgumentError, ValueError):
-            return f"{name}: expected {_type_name(kind)}, got {texts[name]}"
-    return ""
-
-
-def is_required(cls: type, name: str) -> bool:
-    """Whether a setting, by its dotted name, has no default."""
-    group, _, inner = name.partition(".")
-    (one,) = (x for x in dataclasses.fields(cls) if x.name == group)
-    if inner:
-        return is_required(typing.get_type_hints(cls)[group], inner)
-    return one.default is one.default_factory is dataclasses.MISSING
+def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]) -> str:
+    """jsonargparse's message about a setting, in one line."""
+    # jsonargparse 4.41: Key "data.train" is required; 4.53: arguments are required: data.train
+    found = re.search(r'([Kk]ey "|required: )([\w.]+)', message)
+    if not found or found[2] not in known:
+        return " ".join(message.split())
+    name = found[2]
+    kind = _type_name(known[name])
+    if name in texts:
+        return f"{name}: expected {kind}, got {texts[name]}"
+    return f"{name}: missing: --{name} {kind}"
 
 
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
-    """The sentence for a setting that there is not, with the nearest one."""
+    """The sentence for a name that is no setting, with the nearest setting."""
     wanted = name.replace("-", "_")
     similar = [x for x in known if wanted in (x, *x.split("."))]
     similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)

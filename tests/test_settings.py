@@ -360,6 +360,17 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
     assert settings.find_path("~/a") == Path.home() / "a"
 
 
+@pytest.mark.parametrize(
+    "text", ["0010", "10:30", "2026_11_28", "no", "1e5", "2026-01-31", "~/a", "0x10"]
+)
+def test_a_text_in_a_file_is_the_same_as_on_the_command_line(text, config):
+    """YAML 1.1 would read numbers, truths and days."""
+    file = config(f"model: m\ndata: {{train: t}}\nout_dir: {text}\neval: {{stop: [{text}]}}\n")
+    read = parse("--config", file)
+    assert (read.out_dir, read.eval.stop) == (text, [text])
+    assert parse(*OWN, f"--out_dir={text}").out_dir == text
+
+
 def test_a_day_in_a_file_is_the_same_as_on_the_command_line_and_a_seed_fits_every_generator(config):
     file = config("model: m\ndata: {train: t, date: 2026-01-31}\noptim: {lr: 1e-5}\n")
     read = parse_module.parse(kto.Settings, ["--config", file], kto.KTO, "demo.yaml")
