@@ -208,7 +208,7 @@ class Evaluator:
         last = self.file(step)
         if self.fabric.global_rank == 0 and last.exists():
             shutil.copyfile(last, last.with_name("after.json"))
-            if before.exists():  # not in a branch of another run
+            if before.exists():
                 say(format_before_after(read_json(before), read_json(last)))
 
 

@@ -286,8 +286,6 @@ def setup(
 
     # a new run, or one that goes on from a checkpoint
     state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes))
-    is_branch = checkpoint is not None and checkpoint.parents[1] != folder
-    saved_step = 0 if is_branch else state.step  # the folder of a branch has no checkpoint yet
     stop = Stop()
     run = Run(
         cfg=cfg,
@@ -302,18 +300,16 @@ def setup(
         optimizer=fabric.setup_optimizers(trained_by),
         state=state,
         folder=folder,
-        logger=Logger(cfg, saved_step or -1, state.unvalidated),
+        logger=Logger(cfg, state.step or -1, state.unvalidated),
         evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker, stop),
         throughput=Throughput(fabric, cfg, policy.module, objective),
         stop=stop,
         rollout=rollout,
         make_records=make_records,
-        saved_step=saved_step,
+        saved_step=state.step,
     )
     if checkpoint:
         run.load(checkpoint)
-    if is_branch:
-        run.save()  # it begins with a checkpoint of its own
     return run
 
 

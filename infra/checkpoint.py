@@ -147,12 +147,7 @@ def find_checkpoint(out: Path, resume: str | None) -> Path | None:
         return path_of[max(path_of)] if path_of else None
     checkpoint = Path(resume).expanduser().resolve()
     refuse_unless(
-        (checkpoint / "state.json").exists(), f"resume: {resume}: no such checkpoint folder"
-    )
-    refuse_unless(
-        not path_of or checkpoint in path_of.values(),
-        f"out_dir: {out} holds another run: a run that branches off {checkpoint} needs a folder of "
-        "its own",
+        checkpoint in path_of.values(), f"resume: {resume}: no checkpoint of the run in {out}"
     )
     return checkpoint
 
@@ -224,7 +219,7 @@ def begin_run(
         state = read_state(checkpoint)
         say(f"resumed from {checkpoint}")
         path_of = checkpoints_by_step(out)
-        # the best checkpoint was removed; or this is a branch, which has no checkpoint yet
+        # the user may have removed the best checkpoint
         if state.best_step not in path_of:
             state.best_step = state.best_score = None
         for step, path in path_of.items():

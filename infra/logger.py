@@ -223,7 +223,7 @@ class Logger:
     """Rows, samples and progress of a run. It begins by removing the rows after last_step. On ranks other than 0
     every method does nothing.
 
-    last_step: the step of the checkpoint from which a resume goes on; -1 for a new run or a branch.
+    last_step: the step of the checkpoint from which a resume goes on; -1 for a new run.
     unvalidated: whether the validation of that step has yet to be done.
     """
 

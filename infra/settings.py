@@ -248,8 +248,8 @@ class RunSettings:
     out_dir: str | None = free(None)
     """Folder of this run. Default: a new one under out/."""
     resume: str | None = free(None)
-    """auto: from out_dir's newest checkpoint, if there is one. Or a checkpoint's folder: in its own run's
-    out_dir the newer checkpoints are put aside, in another out_dir the run is a branch."""
+    """auto: from out_dir's newest checkpoint, if there is one. Or the folder of one of out_dir's checkpoints; later
+    checkpoints are then renamed."""
     seed: NonNegativeInt = 1
     """Seeds the order of the examples, adapters, dropout and sampling."""
     deterministic: bool = False

@@ -97,7 +97,7 @@ BUDGETS = {
     "spin.py": 1_100,
     "sweep.py": 600,
     "trainer.py": 3_700,
-    "infra/": 13_250,
+    "infra/": 13_200,
     "models/": 11_850,
     "records/": 26_450,
     "convert/": 8_500,

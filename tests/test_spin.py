@@ -109,11 +109,11 @@ def test_the_pairs_are_the_humans_completion_and_the_policys_own(
     second = [list(e.completions[1]) for beta, examples in seen if beta == 0.7 for e in examples]
     assert sum(ids not in own[1] for ids in second) == 4, "and half of the last's eight"
     assert any(len(ids) == 6 and ids[-1] != 0 for ids in own[0]), "at its limit it has no EOS"
-    branch = (*argv, f"--resume={checkpoint_folder(tmp_path, 2)}")
+    (tmp_path / "iterations" / "answers-1.jsonl").unlink()
     with pytest.raises(
         BadInput, match="answers-1.jsonl: missing, or not what this iteration learns from"
     ):
-        go(tiny, demos, tmp_path / "branch", *branch)
+        go(tiny, demos, tmp_path, *argv, f"--resume={checkpoint_folder(tmp_path, 2)}")
 
 
 def test_the_settings_of_the_loss_reach_dpo():
