@@ -1,206 +1,512 @@
-"""What a GPU makes of this project: the tests that need one, steps of three models of full size, sampling,
-and TRL beside it. It prints rows that replace the predicted ones of docs/speed.md.
+"""What a GPU makes of this project: its speed, its memory, and the tests that need a GPU. It needs no network.
 
-    python benchmarks/gpu.py               # all, under 30 minutes on one GPU of 80 GB
-    python benchmarks/gpu.py gpt2 trl      # these parts only: tests, gpt2, gpt2-xl, llama8b-lora, sampling, trl
-    python benchmarks/gpu.py tiny          # a small step to try this file out, on a CPU too
+    python benchmarks/gpu.py                        # all parts, in the order below, within 520 seconds
+    python benchmarks/gpu.py --limit 200 head trl   # only these parts, within 200 seconds
+    python benchmarks/gpu.py --tiny                 # models of a few weights: to try this file, on a CPU, too
 
-- It needs no network. Models have random weights, records random words. Under out/gpu it writes 23 GB;
-  Llama 8B is read into 64 GB of main memory (in float32, twice). A part that fails says why, and the next one begins.
-- A step is 64 ratings, prompts and completions of 200 tokens each on average, in micro-batches of 16,384
-  tokens. Five steps warm up, five are timed by the clock: with packing, without the checks before the first
-  step. In the twelfth, which writes no row, torch warns at each wait for the device; these are counted.
-- tokens/s and MFU are the columns of metrics.csv (docs/columns.md), of the same five steps.
-- TRL runs where `python benchmarks/vs_trl.py` has made its environment before (this needs a network).
+    machine    versions; the rates of a large product (the card's own peak), of a copy and of small launches
+    demo       `python kto.py`: seconds in all, accuracy before and after, tokens/s
+    tests      the tests that need a GPU
+    gpt2, llama8b-lora, gpt2-xl
+               a step of 64 ratings, prompts and completions of 200 tokens each on average, in micro-batches
+               of 16,384 tokens: the rows of the table in docs/speed.md
+    trl        GPT-2 124M beside TRL, 20 steps of 32 ratings (vs_trl.py): ratio 2 means twice as fast as TRL
+    head       forward and backward of the LM head, ours and with full logits: 8,192 tokens, width 4,096,
+               vocabulary 151,936; with other chunks, to choose GPU_ROWS and GPU_SAVED of head.py
+    sampling   64 and 256 answers of 100 tokens, beside transformers (sampling.py)
+    resume     a run that is killed and resumed with --deterministic true: is it the whole run, bit for bit?
+    programs   dpo.py, spin.py, online.py, LoRA, float32, activation checkpointing: from start to export
+
+- Each part is a process with a time limit. If a part fails or takes too long, the next part begins.
+- The folder --out has two files. results.jsonl has the numbers and how each part ended. log.txt has everything
+  that the parts print. Both are written at once, so a run that is killed leaves its results.
+- The models of full size have random weights, made on the GPU. Four steps warm up and four are timed. In the next
+  step torch warns at each wait for the device. The last step is profiled: `busy` is the share of the time in
+  which the GPU works. If it is below 0.8, the CPU is too slow for the GPU. If torch's profiler
+  crashes on a machine, set GPU_PROFILE=0: nothing is profiled then.
 """
 
+import argparse
+import collections
+import contextlib
 import csv
+import faulthandler
+import importlib.util
 import json
 import os
 import random
-import shutil
+import signal
+import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import torch
 import vs_trl
 
-HERE = Path(__file__).resolve().parent
-OUT = HERE.parent / "out" / "gpu"
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
-LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
-LLAMA |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3}
-LORA = {"precision": "bf16-true", "activation_checkpointing": "true"}
-LORA |= {"lora.rank": 16, "lora.alpha": 32}
-TINY = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 99}
-MODELS = {  # name: type, fields of its config, settings
-    "tiny": ("gpt2", TINY, {"batch_size": 4}),
-    "gpt2": ("gpt2", {}, {}),
-    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, {}),
+PROJECT = Path(__file__).resolve().parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+
+LLAMA = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+LORA = "--precision bf16-true --activation_checkpointing true --lora.rank 16 --lora.alpha 32"
+MODELS = {  # part: type, fields of its config beside transformers' defaults, settings
+    "gpt2": ("gpt2", {}, ""),
     "llama8b-lora": ("llama", LLAMA, LORA),
+    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, ""),
 }
-BATCH, TOKENS = 64, 200
-HEAD = (
-    "| GPU | model | ms a step | tokens/s | MFU | waits a step | peak GB |\n" + "| --- " * 7 + "|"
-)
-WARM_UP, TIMED = 5, 5
-LAST = WARM_UP + TIMED + 2  # the step whose waits are counted
+TINY = {  # type: fields of its config with --tiny
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 99},
+    "llama": {
+        "hidden_size": 256,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 99,
+    },
+}
+TOKENS = 200  # of a prompt and of a completion, on average
+STEPS = 4  # that warm up, and as many that are timed
+RESULT = "RESULT "  # so begins what a part prints for results.jsonl
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+def result(**numbers) -> None:
+    """Hand numbers to the main process, which writes them at once. A float has four digits."""
+    rounded = json.loads(json.dumps(numbers), parse_float=lambda text: float(f"{float(text):.4g}"))
+    print(RESULT + json.dumps(rounded), flush=True)
+
+
+def start(out: Path, words: str, **settings: object) -> subprocess.Popen:
+    """One of the project's programs."""
+    command = [sys.executable, *words.split(), f"--out_dir={out}", "--progress=false"]
+    return subprocess.Popen([*command, *(f"--{name}={x}" for name, x in settings.items())])
+
+
+def finish(*processes: subprocess.Popen) -> None:
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise SystemExit(f"exit codes {codes}")
+
+
+def rows_of(file: Path) -> list[dict]:
+    with open(file) as f:
+        return list(csv.DictReader(f))
+
+
+# ---- what the device does ------------------------------------------------------------------------
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_ms(function: Callable, n: int = 10) -> float:
+    times = []
+    for _ in range(n + 3):
+        synchronize()
+        began = time.perf_counter()
+        function()
+        synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[3:]) * 1e3
+
+
+def product_tflops(tiny: bool) -> float:
+    """The rate of a large product of matrices in bfloat16."""
+    n = 256 if tiny else 8192
+    a, b = torch.randn(2, n, n, device=DEVICE, dtype=torch.bfloat16)
+    return 2 * n**3 / median_ms(lambda: a @ b) / 1e9
+
+
+def count_waits(function: Callable) -> dict[str, int]:
+    """How often a call waits for the device, by the line at which torch warns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        function()
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [w for w in caught if "called a synchronizing" in str(w.message)]
+    return collections.Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
+
+
+def profiled(function: Callable) -> dict:
+    """The share of a call's time in which the device works, and how many kernels it launches. Prints the 15 kernels
+    that take longest. On a CPU torch's operators take the place of kernels."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    if os.environ.get("GPU_PROFILE") == "0":
+        return {"left_out": "GPU_PROFILE=0"}
+    on_gpu = DEVICE == "cuda"
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as p:
+        began = time.perf_counter()
+        function()
+        synchronize()
+        seconds = time.perf_counter() - began
+    events = p.key_averages()
+    column = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    print(events.table(sort_by=column, row_limit=15, max_name_column_width=100))
+    launches = 0
+    busy_us = 0
+    for event in events:
+        if event.device_type == (DeviceType.CUDA if on_gpu else DeviceType.CPU):
+            launches += event.count
+            busy_us += event.self_device_time_total if on_gpu else event.self_cpu_time_total
+    return {"busy": busy_us / 1e6 / seconds, "launches": launches}
+
+
+# ---- the machine, and the program as a user types it ---------------------------------------------
+
+
+def machine(tiny: bool, work: Path) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "list"])
+    if DEVICE == "cuda":
+        subprocess.run("nvidia-smi", shell=True)  # which a machine may lack
+    x = torch.randn(2**20 if tiny else 2**30, device=DEVICE)
+    y = torch.empty_like(x)
+    small = torch.zeros(8, device=DEVICE)
+    result(
+        device=DEVICE_NAME,
+        torch=torch.__version__,
+        product_tflops=product_tflops(tiny),
+        copy_tb_s=2 * x.nbytes / median_ms(lambda: y.copy_(x)) / 1e9,
+        launch_us=median_ms(lambda: [small.add_(1) for _ in range(1000)]),
+    )
+
+
+def demo(tiny: bool, work: Path) -> None:
+    few = {"max_steps": 6, "eval.prompts": 20} if tiny else {}
+    began = time.perf_counter()
+    finish(start(work, "kto.py", **few))
+    seconds = time.perf_counter() - began
+    speeds = [float(row["tokens/s"]) for row in rows_of(work / "metrics.csv")]
+    accuracy = [float(row["checker_accuracy"]) for row in rows_of(work / "val.csv")]
+    result(seconds=seconds, accuracy=accuracy, tokens_s=statistics.median(speeds))
+
+
+def tests(tiny: bool, work: Path) -> None:
+    """In three processes, since most of their time is the CPU's. Other plugins of pytest stay out: a warning of
+    theirs would be an error."""
+    options = f"-p xdist -p no:cacheprovider -n {1 if tiny else 3} -v -rfE --tb=short"
+    few = ["-k", "same_each_time or deterministic_choice"] if tiny else []
+    command = [sys.executable, "-m", "pytest", *options.split(), "-m", "gpu", "tests/test_gpu.py"]
+    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "KTO_GPU_TESTS": DEVICE}
+    finish(subprocess.Popen([*command, *few], env=os.environ | environment))
 
 
 # ---- a step --------------------------------------------------------------------------------------
 
 
-def model_folder(name: str) -> Path:
-    """A Hugging Face folder of this model with random weights. A folder that is there is used again."""
-    import torch
+def random_model(source, dtype: torch.dtype | None = None):
+    """In place of models.load.load_model: the model that config.json names, with random weights made on the device."""
     import transformers
 
-    kind, fields, settings = MODELS[name]
-    folder = OUT / name
-    if (folder / "tokenizer_config.json").exists():  # written last
-        return folder
+    from models.hub import read_config
+    from models.load import copy_from, litgpt_model
+
+    options = dict(attn_implementation="eager", dtype=dtype or torch.float32)
+    with torch.device(DEVICE):
+        hf = transformers.AutoModelForCausalLM.from_config(read_config(source), **options)
+    gpt = litgpt_model(hf)
+    copy_from(gpt, hf)
+    return gpt.eval()
+
+
+def write_inputs(folder: Path, kind: str, fields: dict, n: int) -> None:
+    """A model's config, a tokenizer whose tokens are words, and n ratings of random words."""
+    import transformers
+
     config = transformers.CONFIG_MAPPING[kind](**fields, bos_token_id=0, eos_token_id=0)
-    dtype = torch.bfloat16 if settings.get("precision") == "bf16-true" else torch.float32
-    torch.manual_seed(1)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.save_pretrained(folder)
+    config.save_pretrained(folder)
     vs_trl.save_words(folder, config.vocab_size)
-    return folder
-
-
-def records_file(vocab: int, batch_size: int) -> Path:
-    """Ratings of random words for all steps."""
     rng = random.Random(1)
 
     def text() -> str:
-        n = max(8, round(rng.gauss(TOKENS, 0.3 * TOKENS)))
-        return " ".join(f"w{rng.randrange(1, vocab)}" for _ in range(n))
+        length = max(8, round(rng.gauss(TOKENS, 0.3 * TOKENS)))
+        return " ".join(f"w{rng.randrange(1, config.vocab_size)}" for _ in range(length))
 
-    file = OUT / f"ratings-{vocab}-{batch_size}.jsonl"
-    with open(file, "w") as f:
-        for i in range(batch_size * (LAST + 1)):
-            f.write(
-                json.dumps({"prompt": text(), "completion": text(), "label": bool(i % 2)}) + "\n"
-            )
-    return file
+    with open(folder / "ratings.jsonl", "w") as f:
+        for i in range(n):
+            record = {"prompt": text(), "completion": text(), "label": bool(i % 2)}
+            f.write(json.dumps(record) + "\n")
 
 
-def run_steps(name: str) -> dict:
-    """kto.py in this process, which ends with step LAST. Prints what was measured as JSON."""
-    sys.path.append(str(HERE.parent))
-    import torch
-
+def step(model: str, tiny: bool, work: Path) -> None:
+    """Run kto.py in this process, which ends with its last step: no checkpoint and no export."""
     import kto
+    import models.load
     from trainer import Trainer
 
-    on_gpu = torch.cuda.is_available()
-    folder, out = model_folder(name), OUT / f"run-{name}"
-    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    ends, waits = [], []
+    kind, fields, settings = MODELS[model]
+    batch = 4 if tiny else 64
+    last = 2 * STEPS + 2
+    write_inputs(work, kind, TINY[kind] if tiny else fields, batch * (last + 1))
+    models.load.load_model = random_model
+    models.load.weights_hash = lambda *_: "random"
+    ends = []
 
     class Measured(Trainer):
-        def optimizer_step(self, plan):
-            lr = super().optimizer_step(plan)
-            ends.append(time.perf_counter())  # the check of the norm has waited for the gradient
-            if len(ends) == LAST - 1 and on_gpu:
-                torch.cuda.set_sync_debug_mode("warn")
-                waits.append(warnings.catch_warnings(record=True).__enter__())
-                warnings.simplefilter("always")
-            if len(ends) == LAST:
-                print_result()
-            return lr
+        def train_step(self, *args):
+            step = len(ends) + 1
+            if step == 1 and DEVICE == "cuda":  # what loading took does not count
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            take_step = partial(super().train_step, *args)
+            if step == last - 1:
+                report(take_step)
+            elif step == last:
+                result(**profiled(take_step))
+                sys.exit()
+            else:
+                take_step()
+            ends.append(time.perf_counter())  # the check of the gradient's norm has waited for it
 
-    def print_result():
-        with open(out / "metrics.csv") as f:
-            row = list(csv.DictReader(f))[1]  # of the timed steps
-        result = {name: float(row[name] or 0) for name in ("tokens/s", "mfu", "memory_gb")}
-        result["ms"] = (ends[WARM_UP + TIMED - 1] - ends[WARM_UP - 1]) / TIMED * 1e3
-        result["waits"] = sum("synchronizing" in str(w.message) for w in waits[0]) if on_gpu else 0
-        result["device"] = torch.cuda.get_device_name() if on_gpu else "CPU"
-        say(json.dumps(result))
-        os._exit(0)  # no checkpoint, no export
+    def report(take_step: Callable) -> None:
+        row = rows_of(work / "run" / "metrics.csv")[1]  # of the timed steps
+        speed = {name: float(row[name] or 0) for name in ("tokens/s", "mfu", "memory_gb")}
+        ms = (ends[2 * STEPS - 1] - ends[STEPS - 1]) / STEPS * 1e3
+        waits = count_waits(take_step)
+        share_of_product = float(row["tflops/s"]) / product_tflops(tiny)
+        result(device=DEVICE_NAME, ms=ms, **speed, share_of_product=share_of_product, waits=waits)
 
-    settings = {
-        "model": folder, "out_dir": out, "batch_size": BATCH, "micro_batch_tokens": 16384,
-        "data.max_prompt": 512, "data.max_completion": 512, "max_steps": LAST + 1,
-        "log_interval": WARM_UP, "progress": "false", "eval.samples": 0, "val_interval": "null",
-        "save_interval": "null",
-    } | MODELS[name][2]  # fmt: skip
-    settings["data.train"] = records_file(vocab, settings["batch_size"])
-    kto.main([f"--{key}={value}" for key, value in settings.items()], trainer=Measured)
-
-
-def print_step(name: str) -> None:
-    """The row of a model, measured in a process of its own."""
-    shutil.rmtree(OUT / f"run-{name}", ignore_errors=True)  # of an earlier measurement
-    printed = vs_trl.run_process([sys.executable, __file__, "--steps", name, str(OUT)])
-    r = json.loads(printed.splitlines()[-1])
-    mfu = f"{r['mfu']:.0%}" if r["mfu"] else "-"  # of a GPU whose peak is known
-    say(HEAD)
-    say(
-        f"| {r['device']} | {name} | {r['ms']:,.0f} | {r['tokens/s']:,.0f} | {mfu} "
-        f"| {r['waits']} | {r['memory_gb']:.1f} |"
-    )
+    settings += f" --batch_size {batch} --micro_batch_tokens 16384 --data.max_prompt 512"
+    settings += f" --data.max_completion 512 --max_steps {last + 1} --log_interval {STEPS}"
+    settings += " --val_interval null --save_interval null --progress false --eval.samples 0"
+    paths = [
+        f"--model={work}",
+        f"--data.train={work / 'ratings.jsonl'}",
+        f"--out_dir={work / 'run'}",
+    ]
+    kto.main(settings.split() + paths, trainer=Measured)
 
 
-# ---- the parts -----------------------------------------------------------------------------------
+# ---- beside TRL, the head, sampling --------------------------------------------------------------
 
 
-def print_tests() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu"]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
-    lines = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
-    say("\n".join([*lines, *done.stdout.splitlines()[-1:], *done.stderr.splitlines()[-3:]]))
+def trl(tiny: bool, work: Path) -> None:
+    if not importlib.util.find_spec("trl"):
+        return result(left_out="this Python has no TRL")
+    size = "tiny" if tiny else "124M"
+    vs_trl.OUT = work
+    vs_trl.SIZES["tiny"] = (1, 8, 1, 99)
+    vs_trl.PAIRS[size] = 1
+    vs_trl.STEPS[size], vs_trl.BATCH = (2, 4) if tiny else (20, 32)
+    for _ in range(2):
+        (row,) = vs_trl.run_cell("kto", size, "200/120", "bf16", ["best"])
+        result(**row)
+        vs_trl.refuse_other_training(row)
 
 
-def print_sampling() -> None:
-    command = [sys.executable, HERE / "sampling.py", "--model", model_folder("gpt2")]
-    say(vs_trl.run_process(command).rstrip())
+def head(tiny: bool, work: Path) -> None:
+    """The loss and the norm of the gradient stand beside each time: they must be those of the full logits."""
+    from torch.nn.functional import cross_entropy
+
+    from head import Chunks, Head
+
+    T, C, V = (64, 32, 1000) if tiny else (8192, 4096, 151936)
+    torch.manual_seed(1)
+    h_TC = torch.randn(T, C, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    w_VC = (0.02 * torch.randn(V, C, device=DEVICE, dtype=torch.bfloat16)).requires_grad_()
+    target_T = torch.randint(V, (T,), device=DEVICE)
+    default = Chunks.of(DEVICE, V)
+
+    def ours(w_VC: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+        return -Head.apply(h_TC, w_VC, target_T, None, chunks)[0].mean()
+
+    losses = {
+        "ours": lambda: ours(w_VC, default),
+        "ours, frozen matrix (LoRA)": lambda: ours(w_VC.detach(), default),
+        "full logits": lambda: cross_entropy(h_TC @ w_VC.T, target_T),
+        "full logits in float32": lambda: cross_entropy((h_TC @ w_VC.T).float(), target_T),
+    }
+    for rows in (512, 1024, 2048, 4096):
+        size = rows * T // 8192
+        for n_saved in {0, default.n_saved, T // size}:
+            chunks = default._replace(size=size, softmax=size, n_saved=n_saved)
+            losses[f"ours, chunks of {size}, {n_saved} saved"] = partial(ours, w_VC, chunks)
+
+    def gradient(name: str) -> torch.Tensor:
+        h_TC.grad = w_VC.grad = None
+        loss = losses[name]()
+        loss.backward()
+        return loss
+
+    for name in losses:
+        ms = median_ms(partial(gradient, name))
+        loss = gradient(name).item()
+        result(head=name, ms=ms, loss=loss, gradient=h_TC.grad.float().norm().item())
+    g_TV = torch.randn(T, V, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        ms = median_ms(lambda: (h_TC @ w_VC.T, g_TV @ w_VC, g_TV.T @ h_TC))
+    result(head="the three products alone", ms=ms)
+    result(head="ours", **profiled(partial(gradient, "ours")))
 
 
-def print_trl() -> None:
-    if not (vs_trl.OUT / "venv").exists():
-        say("TRL is not installed: `python benchmarks/vs_trl.py kto 5.5M 200/120 bf16` installs it")
-        return
-    vs_trl.STEPS["124M"], vs_trl.BATCH = 20, 32
-    say(vs_trl.HEAD)
-    for row in vs_trl.run_cell("kto", "124M", "200/120", "bf16", ["best"]):
-        vs_trl.print_row(row)
+def sampling(tiny: bool, work: Path) -> None:
+    from sampling import run
+
+    vs_trl.OUT = work
+    folder = vs_trl.model_folder("words", (1, 16, 2, 50257) if tiny else vs_trl.SIZES["124M"])
+    new, turns = (8, 1) if tiny else (100, 2)
+    for rows, precision in ((64, "bf16-true"), (256, "bf16-true"), (64, "bf16-mixed")):
+        rows = 4 if tiny else rows
+        result(answers=rows, precision=precision, tokens_s=run(folder, precision, rows, new, turns))
 
 
-PARTS = {"tests": print_tests}
-PARTS |= {name: lambda name=name: print_step(name) for name in MODELS}
-PARTS |= {"sampling": print_sampling, "trl": print_trl}
+# ---- a resume, and the programs ------------------------------------------------------------------
+
+
+def resume(tiny: bool, work: Path) -> None:
+    steps, interval = (8, 2) if tiny else (120, 40)
+    command = f"kto.py --deterministic true --max_steps {steps} --save_interval {interval}"
+    command += " --log_interval 1 --data.val null --eval.check null"
+    whole = start(work / "whole", command)
+    killed = start(work / "killed", command)
+    while killed.poll() is None and not list(work.glob("killed/checkpoints/step-*")):
+        time.sleep(0.005)
+    was_running = killed.poll() is None
+    killed.kill()
+    killed.wait()
+    finish(whole, start(work / "killed", command, resume="auto"))
+    rows, weights = [], []
+    for name in ("whole", "killed"):
+        rows.append(rows_of(work / name / "metrics.csv"))
+        weights.append((work / name / "final" / "model.safetensors").read_bytes())
+    for row in sum(rows, []):
+        for clock in ("tokens/s", "seconds", "memory_gb", "tflops/s", "mfu"):
+            del row[clock]
+    same = {"metrics": rows[0] == rows[1], "weights": weights[0] == weights[1]}
+    result(was_running=was_running, steps=len(rows[0]), same=same)
+    if not all(same.values()):
+        raise SystemExit("the resumed run is not the whole run")
+
+
+def programs(tiny: bool, work: Path) -> None:
+    """All at once: nothing is timed."""
+    demos = work / "demos.jsonl"
+    with open(PROJECT / "demo" / "train_demos.jsonl") as f:
+        demos.write_text("".join(f.readlines()[:64]))
+    kto = "kto.py --max_steps 6 --eval.prompts 32"
+    online = "online.py --online.max_iterations 2 --online.prompts_per_iteration 128"
+    processes = [
+        start(work / "dpo", "dpo.py --max_steps 6 --eval.prompts 32"),
+        start(work / "spin", "spin.py --spin.max_iterations 2", **{"data.train": demos}),
+    ]
+    if not tiny:
+        processes += [
+            start(work / "online", f"{online} --eval.prompts 32"),
+            start(work / "lora", f"{kto} --precision bf16-true --lora.rank 4"),
+            start(work / "float32", f"{kto} --precision 32-true"),
+            start(work / "checkpointing", f"{kto} --activation_checkpointing true"),
+        ]
+    finish(*processes)
+    exported = sorted(folder.parent.parent.name for folder in work.glob("*/final/*.safetensors"))
+    result(exported=exported)
+    if len(exported) != len(processes):
+        raise SystemExit("a program has not exported its model")
+
+
+# ---- the main process ----------------------------------------------------------------------------
+
+PARTS = {  # in the order of their worth: the function, and seconds after which it is killed
+    "machine": (machine, 100), "demo": (demo, 150), "tests": (tests, 130),
+    **{name: (partial(step, name), 130) for name in MODELS},
+    "trl": (trl, 150), "head": (head, 70), "sampling": (sampling, 110), "resume": (resume, 130),
+    "programs": (programs, 120),
+}  # fmt: skip
+
+
+def write(out: Path, **row) -> None:
+    line = json.dumps(row)
+    print(line[:600], flush=True)
+    with open(out / "results.jsonl", "a") as f:
+        f.write(line + "\n")
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """Kill a process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_part(name: str, out: Path, tiny: bool, limit: float) -> str:
+    """Run a part in a process, and kill it after this many seconds. -> how it ended"""
+    command = [sys.executable, __file__, "--part", name, "--out", out]
+    command += ["--tiny"] if tiny else []
+    path = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    tail = collections.deque(maxlen=15)
+    log = open(out / "log.txt", "a", buffering=1)
+    process = subprocess.Popen(
+        command, cwd=PROJECT, env=os.environ | environment, start_new_session=True, text=True,
+        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    with log, process:
+        timer = threading.Timer(limit, kill_all, [process])
+        timer.start()
+        try:
+            for line in process.stdout:
+                log.write(line)
+                if line.startswith(RESULT):
+                    write(out, part=name, **json.loads(line.removeprefix(RESULT)))
+                elif line.strip():
+                    tail.append(line.rstrip())
+            code = process.wait()
+        finally:
+            timer.cancel()
+            kill_all(process)
+    if code:
+        write(out, part=name, last_lines=[*tail])
+        print("\n".join(tail))
+    if code == -signal.SIGKILL:
+        return f"killed after {limit:.1f} s"
+    return f"failed: exit code {code}" if code else "ok"
 
 
 def main() -> None:
-    if unknown := {*sys.argv[1:]} - {*PARTS}:
-        raise SystemExit(
-            f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}\n{__doc__}"
-        )
-    OUT.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[1:] or [name for name in PARTS if name != "tiny"]:
-        began = time.perf_counter()
-        say(f"\n{name}")
-        try:
-            PARTS[name]()
-        except SystemExit as e:  # a process of this part has failed
-            say(f"failed: {str(e)[-2000:]}")
-        say(f"{time.perf_counter() - began:.0f} s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help="only these")
+    parser.add_argument("--limit", type=float, default=520, help="seconds for all parts")
+    out = os.environ.get("OUT") or PROJECT / "out" / "gpu"
+    parser.add_argument("--out", type=Path, default=out, help="the folder of the results")
+    parser.add_argument("--tiny", action="store_true", help="models of a few weights")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # a process that run_part started
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}")
+    out = args.out.absolute()
+    if args.part:
+        function, limit = PARTS[args.part]
+        faulthandler.dump_traceback_later(limit - 2)  # shows where a part is that takes too long
+        with tempfile.TemporaryDirectory() as work:
+            return function(args.tiny, Path(work))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + args.limit
+    statuses = {}
+    for name in args.parts or PARTS:
+        began = time.monotonic()
+        limit = min(PARTS[name][1], ends - began)
+        statuses[name] = "left out: too little time"
+        if limit > PARTS[name][1] / 3:
+            statuses[name] = run_part(name, out, args.tiny, limit)
+        seconds = round(time.monotonic() - began, 1)
+        write(out, part=name, status=statuses[name], seconds=seconds)
+    failed = [name for name, status in statuses.items() if status != "ok"]
+    print(f"not ok: {', '.join(failed) or 'nothing'}; the results are in {out}")
+    raise SystemExit(len(failed))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--steps"]:  # a process that print_step started
-        OUT = Path(sys.argv[3])
-        run_steps(sys.argv[2])
-    else:
-        main()
+    main()

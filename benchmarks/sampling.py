@@ -1,10 +1,11 @@
 """Sampling beside transformers' generate, in bf16 and fp32: the same model and prompts, useful tokens a second.
 
     python benchmarks/sampling.py --model out/smollm2-135m
+    python benchmarks/sampling.py --model out/smollm2-135m --rows 64 --new 100 --turns 2
 
-- 32 prompts of 40 to 70 tokens, of random words, and answers of exactly 40 tokens. transformers pads on
-  the left.
-- The two run in one process, in turns: A B B A.
+- Prompts have 40 to 70 tokens, of random words, and each answer has exactly --new tokens. transformers
+  pads on the left.
+- The two run in one process, alternating: A B B A.
 """
 
 import argparse
@@ -21,28 +22,28 @@ from models import load
 from models.hub import find_model
 from records.tokenizer import Tokenizer
 
-ROWS, NEW = 32, 40
 
-
-def compare(samplers: dict) -> None:
-    """Time two samplers, functions of a seed, and print their speeds."""
+def compare(samplers: dict, tokens: int, turns: int) -> dict[str, float]:
+    """Time two samplers, functions of a seed that sample so many tokens. Print and return the median speed of each in
+    tokens a second. One turn of each comes first as a warm-up."""
     ours, theirs = samplers
     speeds = {name: [] for name in samplers}
-    turns = [ours, theirs, *[ours, theirs, theirs, ours] * 2]
-    for i, name in enumerate(turns):
-        began = time.perf_counter()
-        samplers[name](i)
-        if i > 1:  # the first turn of each is a warm-up
-            speeds[name].append(ROWS * NEW / (time.perf_counter() - began))
+    for i in range(turns + 1):
+        for name in (ours, theirs) if i % 2 == 0 else (theirs, ours):
+            began = time.perf_counter()
+            samplers[name](i)
+            speeds[name].append(tokens / (time.perf_counter() - began))
+            print(f"turn {i}: {name} {speeds[name][-1]:,.0f} tokens/s", flush=True)
+    medians = {name: statistics.median(values[1:]) for name, values in speeds.items()}
     for name, values in speeds.items():
-        median, low, high = statistics.median(values), min(values), max(values)
-        print(f"{name:<12} {median:8,.0f} useful tokens/s  ({low:,.0f} to {high:,.0f})")
-    ratio = statistics.median(speeds[ours]) / statistics.median(speeds[theirs])
-    print(f"ratio        {ratio:8.2f}")
+        low, high = min(values[1:]), max(values[1:])
+        print(f"{name:<12} {medians[name]:8,.0f} useful tokens/s  ({low:,.0f} to {high:,.0f})")
+    print(f"ratio        {medians[ours] / medians[theirs]:8.2f}", flush=True)
+    return medians
 
 
-def run(folder: str, precision: str) -> None:
-    """precision: one of Fabric's."""
+def run(folder: str, precision: str, rows: int, new: int, turns: int) -> dict[str, float]:
+    """precision: one of Fabric's. -> tokens a second of "ours" and of "transformers"."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -51,29 +52,30 @@ def run(folder: str, precision: str) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(fabric.device)
     tokenizer = Tokenizer(find_model(folder))
     rng = np.random.default_rng(1)
-    lengths = rng.integers(40, 71, ROWS)
+    lengths = rng.integers(40, 71, rows)
     prompts = [rng.integers(1000, 40_000, n).astype("int32") for n in lengths]
-    padded = torch.zeros(ROWS, max(lengths), dtype=torch.long)
+    padded = torch.zeros(rows, max(lengths), dtype=torch.long)
     for row, prompt in zip(padded, prompts):
         row[-len(prompt) :] = torch.from_numpy(prompt)
     padded = padded.to(fabric.device)
-    args = Sampling(batch_size=ROWS)
-    tokenizer.stops = []  # every answer has NEW tokens
+    args = Sampling(batch_size=rows)
+    tokenizer.stops = []  # every answer has `new` tokens
 
     def sample_ours(seed):
-        sampler.generate(fabric, policy, prompts, tokenizer, args, NEW, seed)
+        sampler.generate(fabric, policy, prompts, tokenizer, args, new, seed)
 
     @torch.inference_mode()
     def sample_transformers(seed):
         torch.manual_seed(seed)
         answers = theirs.generate(
             padded, attention_mask=(padded > 0).long(), do_sample=True, temperature=1.0, top_k=0,
-            top_p=1.0, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0,
+            top_p=1.0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
         )  # fmt: skip
         answers.tolist()  # a GPU is done only now
 
-    print(precision)
-    compare({"ours": sample_ours, "transformers": sample_transformers})
+    print(f"{precision}, {rows} answers of {new} tokens", flush=True)
+    samplers = {"ours": sample_ours, "transformers": sample_transformers}
+    return compare(samplers, rows * new, turns)
 
 
 def main() -> None:
@@ -81,10 +83,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--rows", type=int, default=32, help="answers at once")
+    parser.add_argument("--new", type=int, default=40, help="tokens of an answer")
+    parser.add_argument("--turns", type=int, default=5, help="timed turns of each side")
     args = parser.parse_args()
     torch.manual_seed(1)
     for precision in ("bf16-true", "32-true"):
-        run(args.model, precision)
+        run(args.model, precision, args.rows, args.new, args.turns)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 

@@ -8,8 +8,8 @@ optimizer.
 A cell is an algorithm, a size, lengths and a precision. If benchmarks/vs_trl.jsonl has it, it is
 printed from there and not run again. On a GPU both sides use the GPU.
 
-- TRL runs in an environment of its own, out/vs_trl/venv, which this program makes: litgpt's
-  requirements would allow an old version only.
+- TRL runs in the Python that runs this program if that Python has TRL. Otherwise this program makes an
+  environment for TRL, out/vs_trl/venv: litgpt's requirements would allow an old version only.
 - Each run is a process of its own, and the sides take turns: A B B A.
 - The losses of all steps must agree. TRL's mismatched pairs have the previous completion of a batch, ours the
   next one, so TRL gets each batch in reverse order.
@@ -23,6 +23,7 @@ printed from there and not run again. On a GPU both sides use the GPU.
 
 import argparse
 import csv
+import importlib.util
 import json
 import os
 import random
@@ -227,7 +228,9 @@ def trl(spec: dict) -> None:
 
 
 def environment() -> str:
-    """The Python of TRL's environment, which is made if it is not there."""
+    """The Python that has TRL: this one, or that of out/vs_trl/venv, which is made if it is not there."""
+    if importlib.util.find_spec("trl"):
+        return sys.executable
     python = OUT / "venv" / "bin" / "python"
     if not python.exists():
         import torch
@@ -264,8 +267,6 @@ def run_cell(kind: str, size: str, profile: str, precision: str, others: list[st
         sides = results[here], results[name]
         our_losses, their_losses = (results_of[0]["losses"] for results_of in sides)
         loss_off = max(abs(a - b) / abs(b) for a, b in zip(our_losses, their_losses))
-        if loss_off > (1e-4 if precision == "fp32" else 1e-2):
-            raise SystemExit(f"not the same training: {our_losses} and {their_losses}")
         ratios = [b["seconds"] / a["seconds"] for a, b in zip(*sides)]
         seconds = [statistics.median(r["seconds"] for r in results_of) for results_of in sides]
         peaks = [statistics.median(r["peak_gib"] for r in results_of) for results_of in sides]
@@ -273,8 +274,19 @@ def run_cell(kind: str, size: str, profile: str, precision: str, others: list[st
             "cell": [kind, size, profile, precision], "trl": name,
             "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)],
             "tokens_s": [useful / s for s in seconds], "peak_gib": peaks, "loss_off": loss_off,
+            "losses": [our_losses[-1], their_losses[-1]],
         })  # fmt: skip
     return rows
+
+
+def refuse_other_training(row: dict) -> None:
+    """Raise SystemExit if the losses of the two sides differ by more than the precision explains."""
+    allowed = 1e-4 if row["cell"][-1] == "fp32" else 1e-2
+    if not row["loss_off"] <= allowed:
+        raise SystemExit(
+            f"not the same training: the losses differ by up to {row['loss_off']:.1g}, expected at most {allowed:g}; "
+            f"the last ones are {row['losses']}"
+        )
 
 
 def print_row(row: dict) -> None:
@@ -310,11 +322,12 @@ def main() -> None:
         if not rows:
             others = [str(args.beside.resolve())] if args.beside else TRL
             rows = run_cell(*cell, others)
-            if not args.beside:
-                with RESULTS.open("a") as f:
-                    f.writelines(json.dumps(r) + "\n" for r in rows)
         for row in rows:
             print_row(row)
+            refuse_other_training(row)
+            if row not in known and not args.beside:
+                with RESULTS.open("a") as f:
+                    f.write(json.dumps(row) + "\n")
     print(f"\n{os.cpu_count()} cores, Python {sys.version.split()[0]}")
 
 

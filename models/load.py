@@ -329,16 +329,16 @@ def litgpt_model(hf: transformers.PreTrainedModel) -> GPT | None:
 @torch.no_grad()
 def copy_from(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
     """Copy the weights of transformers' model, and its tables of rotary positions, into a model that
-    litgpt_model made."""
+    litgpt_model made. It is then on the same device."""
     hf_weights = hf.state_dict()
-    gpt.to_empty(device="cpu")
+    gpt.to_empty(device=hf.device)
     gpt_weights = gpt.state_dict()
     for name, rows in gpt.rows.items():
         rows.of(gpt_weights[rows.name]).copy_(hf_weights[name])
     if gpt.config.rope_n_elem:
-        position_1N = torch.arange(gpt.config.block_size)[None]
+        position_1N = torch.arange(gpt.config.block_size, device=hf.device)[None]
         # rotary_emb returns the dtype of its first argument
-        cos_1ND, sin_1ND = hf.model.rotary_emb(torch.empty(0), position_1N)
+        cos_1ND, sin_1ND = hf.model.rotary_emb(torch.empty(0, device=hf.device), position_1N)
         gpt.cos = cos_1ND[0]
         gpt.sin = sin_1ND[0]
 

@@ -1,7 +1,10 @@
 """cuts.py: one run does not depend on its cut, and a finished run is not run again. vs_trl.py, step.py and gpu.py fit
 the program that they measure."""
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -27,20 +30,48 @@ def test_a_step_and_a_cell_are_measured_in_the_program_itself(tmp_path, monkeypa
     assert all(float(x) > 0 for x in cells.split(" | "))
 
 
-def test_gpu_prints_a_row_of_the_measured_step_and_says_why_a_part_fails(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(gpu, "OUT", tmp_path / "gpu")
-    monkeypatch.setattr(vs_trl, "OUT", tmp_path)
-    monkeypatch.setattr(gpu.sys, "argv", ["gpu.py", "tiny", "gpt2-xl", "trl"])
-    monkeypatch.setitem(gpu.PARTS, "gpt2-xl", lambda: vs_trl.run_process(["false"]))
-    gpu.main()
-    text = capsys.readouterr().out
-    (row,) = [line for line in text.splitlines() if line.startswith("| CPU | tiny | ")]
-    ms, tokens_s, mfu, waits, memory = row.strip("| ").split(" | ")[2:]
-    assert float(ms.replace(",", "")) > 0 and float(memory) > 0
-    assert float(tokens_s.replace(",", "")) > 0 and (mfu, waits) == ("-", "0")
-    assert "gpt2-xl\nfailed: ['false']" in text and "TRL is not installed" in text
+def test_losses_that_differ_are_refused_after_the_times_are_printed():
+    row = {"cell": ["kto", "5.5M", "200/120", "bf16"], "losses": [0.5, 0.4]}
+    vs_trl.refuse_other_training(row | {"loss_off": 9e-3})
+    for loss_off in (2e-2, float("nan")):
+        with pytest.raises(SystemExit, match="^not the same training: .*expected at most 0.01"):
+            vs_trl.refuse_other_training(row | {"loss_off": loss_off})
+
+
+def measure(out: Path, *words: str) -> tuple[int, list[dict]]:
+    """gpu.py as a user types it. -> its exit code and the rows of its results"""
+    command = [sys.executable, gpu.__file__, "--tiny", "--out", str(out), *words]
+    code = subprocess.run(command).returncode
+    return code, [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_gpu_measures_a_step_and_leaves_out_a_part_for_which_too_little_time_is_left(tmp_path):
+    code, (step, profile, gpt2, trl) = measure(tmp_path, "--limit", "49", "gpt2", "trl")
+    assert code == 1
+    assert (step["part"], step["device"], step["waits"]) == ("gpt2", "CPU", {})
+    assert all(step[name] > 0 for name in ("ms", "tokens/s", "memory_gb", "share_of_product"))
+    assert 0 < profile["busy"] < 1 and profile["launches"] > 100
+    assert "aten::" in (tmp_path / "log.txt").read_text(), "no table of kernels"
+    assert (gpt2["status"], trl["status"]) == ("ok", "left out: too little time")
+
+
+def test_a_part_of_gpu_that_fails_or_takes_too_long_ends_alone(tmp_path):
+    assert gpu.run_part("machine", tmp_path, True, 0.5) == "killed after 0.5 s"
+    assert gpu.run_part("nothing", tmp_path, True, 60) == "failed: exit code 1"
+    *_, row = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert json.loads(row)["last_lines"][-1] == "KeyError: 'nothing'"
+
+
+@pytest.mark.slow
+def test_every_part_of_gpu_runs_with_models_of_a_few_weights(tmp_path):
+    code, rows = measure(tmp_path, "--limit", "3600")
+    assert code == 0, rows
+    assert [row["part"] for row in rows if row.get("status") == "ok"] == [*gpu.PARTS]
+    (resumed,) = [row for row in rows if "same" in row]
+    assert resumed["was_running"] and resumed["same"] == {"metrics": True, "weights": True}
+    heads = [row for row in rows if "loss" in row]
+    assert all(abs(row["loss"] / heads[0]["loss"] - 1) < 1e-2 for row in heads)
+    assert all(abs(row["gradient"] / heads[0]["gradient"] - 1) < 1e-2 for row in heads)
 
 
 def test_an_order_of_records_is_a_seeds_and_keeps_a_prompts_ratings_together_where_asked():
