@@ -124,9 +124,9 @@ class DPO(Objective):
         d_B = to_device(self.true_margin(batch.examples), h_B.device).to(h_B.dtype)
         preference_loss_B = LOSSES[args.loss](h_B, d_B, args)
         sft_loss_B = -logps[:, 0]
-        if args.divides_sft:
+        if args.average_logps:
             sft_loss_B = sft_loss_B / batch.length[:, 0]
-        loss_B = args.preference_loss_weight * preference_loss_B + args.sft_loss_weight * sft_loss_B
+        loss_B = preference_loss_B + args.sft_loss_weight * sft_loss_B
         return loss_B, {
             "preference_loss": preference_loss_B,
             "sft_loss": sft_loss_B,

@@ -94,12 +94,12 @@ class KTO(Objective):
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
         preference_loss_B = kto_loss(logratio_B, z_B, batch.label, args)
         nll_B = -logp_B
-        if args.divides_sft:
+        if args.average_logps:
             nll_B = nll_B / batch.length[:, 0]
         # The loop takes the mean over all G examples; times this it is the mean over the step's desirable ones.
         scale = batch.step.size / max(1, batch.step.n_desirable)
         sft_loss_B = torch.where(batch.label, nll_B, 0) * scale
-        loss_B = args.preference_loss_weight * preference_loss_B + args.sft_loss_weight * sft_loss_B
+        loss_B = preference_loss_B + args.sft_loss_weight * sft_loss_B
         return loss_B, {  # metrics needs logratio, logp and desirable
             "preference_loss": preference_loss_B,
             "sft_loss": sft_loss_B,

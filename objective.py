@@ -175,21 +175,6 @@ class PreferenceSettings:
     beta: PositiveFloat = 0.1
     """Strength of the pull back to the reference; a larger one keeps the policy closer."""
     average_logps: bool = False
-    """Divide log-ratios by the number of scored tokens, in z too."""
-    preference_loss_weight: NonNegativeFloat = 1.0
-    """Weight of the preference loss."""
+    """Divide log-ratios, in z too, and the log-likelihood of sft_loss_weight by the number of scored tokens."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the desirable (chosen) completions."""
-    sft_average_logps: bool | None = None
-    """Divide that log-likelihood by its number of tokens. Default: as average_logps."""
-
-    @property
-    def divides_sft(self) -> bool:
-        """sft_average_logps with its default filled in."""
-        return self.average_logps if self.sft_average_logps is None else self.sft_average_logps
-
-    def __post_init__(self):
-        if self.preference_loss_weight + self.sft_loss_weight == 0:
-            raise BadInput(
-                "preference_loss_weight and sft_loss_weight: both are 0: nothing to learn"
-            )

@@ -106,7 +106,7 @@ def by_hand(rewards=(), weights=(1.0, 1.0), policy=POLICY, **args):
 
 
 def test_margins_rewards_weights_and_the_sft_term_by_hand():
-    args = dict(beta=0.2, sft_loss_weight=0.3, preference_loss_weight=0.6)
+    args = dict(beta=0.2, sft_loss_weight=0.3)
     columns, row = by_hand(weights=(2.5, 0.0), **args)
     h = [0.5 - 2 * -0.5, 3 * 0.1 - 4 * 0.75]
     preference = [-math.log(sigmoid(0.2 * x)) for x in h]
@@ -114,7 +114,7 @@ def test_margins_rewards_weights_and_the_sft_term_by_hand():
     assert columns["preference_loss"].tolist() == pytest.approx(preference)
     assert columns["sft_loss"].tolist() == pytest.approx([1.0, 9.0])
     # a record's weight multiplies its whole loss
-    assert row["loss"] == pytest.approx(2.5 * (0.6 * preference[0] + 0.3 * 1.0) / 2)
+    assert row["loss"] == pytest.approx(2.5 * (preference[0] + 0.3 * 1.0) / 2)
     assert row["rewards/chosen"] == pytest.approx(0.2 * (0.5 + 0.3) / 2)
     assert row["rewards/rejected"] == pytest.approx(0.2 * (-1 + 3) / 2)
     assert row["rewards/margins"] == pytest.approx(0.2 * sum(h) / 2)
@@ -127,8 +127,6 @@ def test_average_logps_divides_each_completion_by_its_own_length():
     columns, row = by_hand(average_logps=True)
     assert columns["h"].tolist() == pytest.approx([0.5 + 0.5, 0.1 - 0.75])
     assert row["sft_loss"] == pytest.approx((1.0 + 3.0) / 2)
-    _, row = by_hand(average_logps=True, sft_average_logps=False)
-    assert row["sft_loss"] == pytest.approx((1.0 + 9.0) / 2)
 
 
 def test_a_records_rewards_win_over_the_defaults():

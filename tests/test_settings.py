@@ -178,7 +178,6 @@ WRONG = {  # option -> what is said
     "--resume=auto": "resume: auto needs --out_dir, the run's own",
     "--micro_batch_size=4 --micro_batch_tokens=4": "micro_batch_size and micro_batch_tokens: give one, not both",
     "--precision=64-true --strategy=fsdp": "precision: 64-true does not work with strategy fsdp; use ddp",
-    "--kto.preference_loss_weight=0": "preference_loss_weight and sft_loss_weight: both are 0: nothing to learn",
 }  # fmt: skip
 
 
