@@ -86,7 +86,7 @@ class Data:
     """Records evaluated once at the end, with the final weights and with the best ones; a checker also gets answers to
     their prompts (of eval.prompts of them)."""
     split: str | None = None
-    """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a prompt stay together."""
+    """Cut data.train into train,val,test, e.g. 980,10,10; all ratings of a conversation stay together."""
     shuffle: bool = True
     """A new order in each epoch, which depends on the seed and the epoch only. False: file order."""
     group_by_prompt: bool = False

@@ -57,7 +57,9 @@ def rated_messages(
         # Skipped for a record without a rating: it may have no pointer, either
         layout.labels.of(ratings)
         rated_nodes = [pointed_at(columns["rated"].one(raw), nodes, by_id)]
-    fields = {} if isinstance(raw, list) else fields_beside(layout, raw)
+    fields = {}
+    if isinstance(raw, dict):
+        fields = {"conversation_id": where, **fields_beside(layout, raw)}
     for node in rated_nodes:
         if has_ratings_in_messages:
             ratings = [value for _, value in label.all(node.raw)]

@@ -28,6 +28,7 @@ from records.forms import (
 from records.sources import collect, decoded_records, files_of, split_share, split_sources
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
+from records.wording import Wording, digests_of_conversations, standing_in, wording_of
 
 
 class Example(NamedTuple):
@@ -44,6 +45,7 @@ class Example(NamedTuple):
     extra: dict = {}  # the fields that data.extra names: texts and numbers
     # its number in its split (train, val or test): the same in each epoch and after a resume
     number: int = 0
+    wording: Wording | None = None  # until the data are split
 
     @property
     def prompt_key(self) -> bytes:
@@ -174,13 +176,8 @@ def load_file(
                 extra=record.extra,
             )
             example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
-            # a preference between equal answers teaches nothing
-            if len(example.completions) == 2 and np.array_equal(*example.completions):
-                counts["equal pairs, left out"] += 1
-            elif kind == "rated" and len(example.completions) == 2:
-                examples += two_ratings(example)
-            else:
-                examples.append(example)
+            example = example._replace(wording=wording_of(record, by_template, example.prompt_key))
+            examples += learned_from(example, kind, counts)
             advance()
     if texts and not examples:
         after = " after data.max_completion" if counts[COMPLETIONS_CUT] else ""
@@ -213,11 +210,26 @@ def cut_example(example: Example, n_first: int, data: Data, counts: Counter) -> 
     )
 
 
+def learned_from(example: Example, kind: Kind, counts: Counter) -> list[Example]:
+    """The example; of a pair two ratings for kto.py, and nothing if its answers are equal."""
+    if len(example.completions) < 2:
+        return [example]
+    if np.array_equal(*example.completions):  # such a preference teaches nothing
+        counts["equal pairs, left out"] += 1
+        return []
+    return two_ratings(example) if kind == "rated" else [example]
+
+
 def two_ratings(pair: Example) -> list[Example]:
     """The ratings that a pair makes: of its chosen completion, and of its rejected one."""
     ratings = []
-    for ids, label, reward in zip(pair.completions, (True, False), pair.rewards):
-        rating = pair._replace(completions=(ids,), label=label, rewards=(reward, None))
+    for i, label in enumerate((True, False)):
+        rating = pair._replace(
+            completions=pair.completions[i : i + 1],
+            label=label,
+            rewards=(pair.rewards[i], None),
+            wording=pair.wording._replace(answers=pair.wording.answers[i : i + 1]),
+        )
         ratings.append(rating)
     return ratings
 
@@ -342,19 +354,19 @@ def load_splits(
             not data.val and not data.test,
             "data.split: it cuts data.train; give it, or data.val and data.test",
         )
-        splits = dict(zip(splits, split_by_prompt(splits["train"], data.split)))
-    splits = {name: numbered(examples) for name, examples in splits.items()}
+        splits = dict(zip(splits, split_by_conversation(splits["train"], data.split)))
     for name in ("val", "test"):
         if splits[name]:
             count_known(splits[name], splits["train"], counts[name])
     for name, examples in splits.items():
         if examples:
             describe(name, examples, kind, counts[name])
-    return splits
+    return {name: numbered(examples) for name, examples in splits.items()}
 
 
 def count_known(held_out: list[Example], train: list[Example], counts: Counter) -> None:
-    """Count the held-out examples that training sees, and those of which it sees the prompt."""
+    """Count the held-out examples that training sees, and those of which it sees the prompt, or the answer in
+    another prompt."""
     known = {hash(example.key) for example in train}
     known_prompts = {hash(example.prompt_key) for example in train}
     for example in held_out:
@@ -362,18 +374,20 @@ def count_known(held_out: list[Example], train: list[Example], counts: Counter) 
             counts["which are in data.train, too"] += 1
         elif hash(example.prompt_key) in known_prompts:
             counts["whose prompt is in data.train, with other answers"] += 1
+    n = standing_in([e.wording for e in train], [e.wording for e in held_out])
+    counts["whose answer stands in a prompt of data.train"] += n
 
 
 def numbered(examples: list[Example]) -> list[Example]:
     """The same examples, each with its number in this list."""
-    return [example._replace(number=i) for i, example in enumerate(examples)]
+    return [example._replace(number=i, wording=None) for i, example in enumerate(examples)]
 
 
-def split_by_prompt(examples: list[Example], proportions: str) -> list[list[Example]]:
+def split_by_conversation(examples: list[Example], proportions: str) -> list[list[Example]]:
     """[train, val, test], in the proportions of data.split: `980,10,10` or `990,10`.
 
-    A prompt's split is a function of a hash of its ids: it depends neither on the order nor on the
-    other prompts, and ratings of one prompt stay together. Raises BadInput.
+    A conversation's split is a function of its digest: it depends neither on the order nor on the other
+    conversations, and the ratings of a conversation stay together. Raises BadInput.
     """
     with user_error("data.split", f"{proportions}: expected two or three numbers like 980,10,10"):
         sizes = np.array(split_commas(proportions), float)
@@ -381,8 +395,8 @@ def split_by_prompt(examples: list[Example], proportions: str) -> list[list[Exam
             raise ValueError
     upper_edges = sizes.cumsum() / sizes.sum()
     split: list[list[Example]] = [[], [], []]
-    for example in examples:
-        digest = hashlib.sha256(example.prompt.tobytes()).digest()
+    digests = digests_of_conversations([example.wording for example in examples])
+    for example, digest in zip(examples, digests):
         position = int.from_bytes(digest[:8], "big") / 2**64  # in [0, 1)
         split[(upper_edges <= position).sum()].append(example)
     return split

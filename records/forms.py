@@ -62,6 +62,7 @@ class Record(NamedTuple):
     instruct: bool = False
     # the prompt ends in the assistant's turn, and the completion goes on with this turn
     continues: bool = False
+    conversation_id: str = ""  # data.split keeps the records of a conversation together
 
     @property
     def needs_template(self) -> bool:
@@ -118,6 +119,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     instruct = "instruction" in fields and "prompt" not in fields
     history = _earlier_turns(fields)
     system = fields.pop("system", None)
+    conversation_id = fields.pop("conversation_id", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
     understood = _understand_form(fields, kind)
@@ -139,6 +141,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         extra=extras,
         ignored=tuple(name for name in fields if name not in extra),
         instruct=instruct,
+        conversation_id=as_text(conversation_id) if conversation_id else "",
     )
 
 

@@ -99,14 +99,14 @@ BUDGETS = {
     "trainer.py": 3_700,
     "infra/": 13_200,
     "models/": 11_850,
-    "records/": 26_450,
+    "records/": 27_500,
     "convert/": 8_500,
     "rate/": 3_400,  # with the page, which is in records/ today
     "tests/": 136_700,
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.
-FILES_OF_A_RUN = 41
+FILES_OF_A_RUN = 42
 TOKENS_OF_A_RUN = 76_200
 
 
