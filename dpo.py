@@ -25,7 +25,7 @@ from evaluation import Checker
 from infra.console import run_cli
 from infra.devices import to_device
 from infra.parse import parse
-from infra.settings import RunSettings
+from infra.settings import Number, RunSettings
 from objective import Objective, PreferenceSettings, Z, join_columns, mean
 from records.examples import Example
 from run import setup
@@ -79,11 +79,11 @@ class DPOSettings(PreferenceSettings):
     loss: Literal[tuple(LOSSES)] = "dpo"
     """dpo (arXiv 2305.18290), ipo (2310.12036), rpo_sq, rpo_bwd_kl or rpo_fwd_kl (2406.11704,
     NeMo-Aligner's)."""
-    gt_reward_scale: float = 1.0
+    gt_reward_scale: Number = 1.0
     """RPO: eta, which multiplies the difference of the true (gt: ground-truth) rewards."""
-    chosen_reward: float = 1.0
+    chosen_reward: Number = 1.0
     """RPO: the true reward of a chosen completion whose record gives none."""
-    rejected_reward: float = 0.0
+    rejected_reward: Number = 0.0
     """RPO: the true reward of a rejected completion whose record gives none."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from data import MicroBatch, shuffled
 from dpo import DPO, DPOSettings
@@ -46,7 +46,7 @@ class SPINSettings(Sampling):
 
     max_iterations: PositiveInt = 3
     """Iterations; --epochs counts within each."""
-    beta: float | list[float] = 0.1
+    beta: PositiveFloat | list[PositiveFloat] = 0.1
     """Strength of the pull to the iteration's reference: one number, or one for each iteration."""
     mix: ClosedUnitInterval = 0.0
     """Add this fraction of the last iteration's answers to an iteration's own; 1.0, the paper's
@@ -74,8 +74,8 @@ class Settings(RunSettings):
         n = self.spin.max_iterations
         betas = self.spin.betas()
         refuse_unless(
-            len(betas) == n and min(betas) > 0,
-            f"spin.beta: expected one number above 0, or {n} of them; got {self.spin.beta}",
+            len(betas) == n,
+            f"spin.beta: expected one number or {n} of them, got {self.spin.beta}",
         )
 
 

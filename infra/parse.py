@@ -1,9 +1,11 @@
 """Settings from files, the command line and the demo's defaults.
 
 jsonargparse checks the values and prints the help. The order of files and options, the nearest name, and one line for
-each error are ours.
+each error are ours. A value in a file means what the same letters mean on the command line: the setting's type decides
+whether 0010 or no is a text, a number or a boolean.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -64,9 +66,8 @@ def parse_command(
     known = flatten(cls)
     defaults = {name: value for name, value in (defaults or {}).items() if name in known}
     values, switches = read_command(words, known)
-    texts = {}
-    for name, value in (defaults | values).items():
-        texts[name] = value if isinstance(value, str) else json.dumps(value, default=str)
+    given = defaults | values
+    texts = {name: argument_text(value, known[name]) for name, value in given.items()}
     parser = jsonargparse.ArgumentParser(
         usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
         description=doc.split("\n\n")[0],
@@ -154,9 +155,14 @@ def refuse_moved_run(files: list[str], out_dir: object) -> None:
                 )
 
 
-class Texts(yaml.BaseLoader):
-    """YAML whose values are texts, as on the command line: YAML 1.1 would read `no` as false and 0010 as 8. A key that
-    stands twice is an error; PyYAML would take the last one."""
+class Texts(yaml.SafeLoader):
+    """YAML in which every plain value is a text, except null, and no key stands twice. PyYAML alone would read `no` as
+    False, 0010 as 8, 10:30 as 630 and 2026-01-31 as a date, and would take the last of two equal keys."""
+
+    yaml_implicit_resolvers = {
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -167,11 +173,15 @@ class Texts(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_yaml(text: str) -> typing.Any:
+    """YAML as texts, lists, dicts and None: see Texts."""
+    return yaml.load(text, Loader=Texts)  # a SafeLoader
+
+
 def read_config_file(file: str) -> dict[str, object]:
-    """The settings of a YAML file by dotted names: texts, or lists of texts. Raises BadInput."""
+    """The settings of a YAML file by dotted names: texts, lists or None. Raises BadInput."""
     with user_error("config", file):
-        text = find_path(file).read_text(encoding="utf-8")
-        groups = yaml.load(text, Loader=Texts)  # it makes texts, lists and dicts only
+        groups = read_yaml(find_path(file).read_text(encoding="utf-8"))
     if not isinstance(groups, dict):
         raise BadInput(f"config: {file}: expected settings, `name: value`")
     return flatten(groups)
@@ -188,6 +198,17 @@ def check_names(file: str, values: Mapping[str, object], known: Mapping[str, obj
             faults.append(f"{file}: {unknown_name(name, known)}")
     if faults:
         raise BadInput("\n".join(faults))
+
+
+def argument_text(value: object, kind: typing.Any) -> str:
+    """A value as jsonargparse reads it for a setting of this type. The elements of a list are quoted, so that [no, 10]
+    holds two texts if the type wants texts."""
+    kinds = (kind, *typing.get_args(kind))
+    if isinstance(value, str) and list in map(typing.get_origin, kinds):
+        with contextlib.suppress(yaml.YAMLError):  # jsonargparse refuses it
+            elements = read_yaml(value)
+            value = elements if isinstance(elements, list) else value
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]) -> str:

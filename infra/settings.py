@@ -7,6 +7,7 @@ the command line: parse.py.
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from infra.console import BadInput
 
 ROOT = Path(__file__).parent.parent  # of the project
 
+# Not float: jsonargparse would read 10:30 as 630 there.
+Number = restricted_number_type("Number", float, [(">", -math.inf), ("<", math.inf)])
 UpToOne = restricted_number_type("UpToOne", float, [(">", 0), ("<=", 1)])
 # An interval: a number of steps, or a part of an epoch.
 Epochs = restricted_string_type("Epochs", "^([0-9]*[.])?[0-9]*[1-9][0-9]*([.][0-9]*)? epochs?$")

@@ -10,10 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-import yaml
-
 from infra.console import BadInput, user_error
-from infra.parse import parse_command, split_options
+from infra.parse import parse_command, read_yaml, split_options
 from infra.settings import Data, find_path, split_commas
 from models.hub import context_of, find_model, read_config
 from records.examples import load_splits, with_limits
@@ -81,7 +79,7 @@ def parse_page(words: list[str]) -> PageSettings:
         group = None
         if file and file.exists():
             with user_error("config", str(file)):
-                group = yaml.safe_load(file.read_text(encoding="utf-8"))
+                group = read_yaml(file.read_text(encoding="utf-8"))
         if isinstance(group, dict) and isinstance(group.get("data"), dict):
             presets |= group["data"]
             if "model" in group:

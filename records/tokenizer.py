@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infra.console import BadInput, say, user_error
@@ -250,9 +249,20 @@ def template_kwargs(text: str | None) -> dict:
             name and equals,
             f"chat_template_kwargs: {part}: expected name=value, such as enable_thinking=false",
         )
-        with user_error("chat_template_kwargs", part):
-            kwargs[name.strip()] = yaml.safe_load(value)
+        kwargs[name.strip()] = template_value(value.strip())
     return kwargs
+
+
+def template_value(text: str) -> object:
+    """What a chat template gets for a text of the user: true, false, null, or a number that is written without needless
+    zeros. All else is a text, such as no, 0123, 1.10 and 2026-01-31, and so is what stands in quotes."""
+    if text.lower() in ("true", "false", "null"):
+        return json.loads(text.lower())
+    if re.fullmatch(r"-?(0|[1-9][0-9]*)([.][0-9]*[1-9])?", text):
+        return json.loads(text)
+    if re.fullmatch(r"'.*'|\".*\"", text):
+        return text[1:-1]
+    return text
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

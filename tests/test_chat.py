@@ -24,7 +24,7 @@ from records import tokenizer
 from records.examples import Example, load_examples
 from records.forms import Record, understand_record
 from records.page import page
-from records.tokenizer import Tokenizer
+from records.tokenizer import Tokenizer, template_kwargs
 
 sys.path.append(str(tokens.CHAT))
 from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, WEATHER, bot, user  # noqa: E402
@@ -205,6 +205,22 @@ def test_what_the_template_writes_before_an_answer_is_said_and_may_be_moved_into
     assert off.splitlines()[-4:] == by_record.splitlines()[-4:], "the same ids"
     with pytest.raises(BadInput, match="^chat_template_kwargs: thinking: expected name=value"):
         shown(source, "--model", model, "--chat_template_kwargs", "thinking")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        *((word, word) for word in "no on de 0123 12:30 2026-01-31 2026_11_28 1e5 1.10 0x1F +1 .5 None".split()),
+        *(("false", False), ("True", True), ("null", None), ("2026", 2026), ("-0.5", -0.5)),
+        *(("'2026'", "2026"), ('"true"', "true"), ("a=b: c", "a=b: c")),
+    ],
+)  # fmt: skip
+def test_a_chat_template_gets_truth_values_and_numbers_as_such_and_all_else_as_the_text_it_is(
+    text, expected
+):
+    """YAML 1.1 made False of the language no, 83 of 0123 and a date of 2026-01-31."""
+    (value,) = template_kwargs(f"name={text}").values()
+    assert value == expected and type(value) is type(expected)
 
 
 def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(real, ids):

@@ -359,22 +359,60 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
     assert settings.find_path("~/a") == Path.home() / "a"
 
 
+def test_a_seed_fits_every_generator():
+    assert parse(*OWN, "--seed", 2**32 - 1).seed
+    assert refused(*OWN, "--seed=20261125082155").startswith("seed: expected less than 2^32")
+
+
+# YAML 1.1 reads each of these as a number, a boolean or a date
+TEXTS = """no on yes y True 0010 0o17 0x1F 08 1_000 2026_11_28 +1 .5 1e5 1.10 .inf .NaN 10:30 1:30:00 190:20:30.15
+    2026-01-31 2026-01-31T12:00:00Z""".split()
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "😀", "x\\y"])
+def test_a_text_is_what_stands_in_the_file_or_on_the_command_line(text, config):
+    content = (
+        f"model: m\ndata: {{train: t, date: {text}}}\nout_dir: {text}\neval:\n  stop: [{text}, a]\n"
+    )
+    of_file = parse("--config", config(content))
+    of_line = parse(*OWN, f"--out_dir={text}", f"--data.date={text}", f"--eval.stop=[{text}, a]")
+    quoted = parse(*OWN, "--config", config({"out_dir": text, "eval": {"stop": [text, "a"]}}))
+    for s in (of_file, of_line, quoted):
+        assert (s.out_dir, s.eval.stop) == (text, [text, "a"])
+        assert parse("--config", config(settings.dump_yaml(s))) == s
+    assert of_file.data.date == of_line.data.date == text
+
+
 @pytest.mark.parametrize(
-    "text", ["0010", "10:30", "2026_11_28", "no", "1e5", "2026-01-31", "~/a", "0x10"]
+    "program, setting, text, expected",
+    [
+        ("kto", "seed", "0010", 10),
+        ("kto", "seed", "10:30", None),
+        ("kto", "optim.lr", "1e-5", 1e-5),
+        ("kto", "optim.lr", "012", 12.0),
+        ("kto", "progress", "no", False),
+        ("kto", "data.val", "", None),
+        ("kto", "data.val", "~", None),
+        ("dpo", "dpo.gt_reward_scale", "-010", -10.0),
+        ("dpo", "dpo.gt_reward_scale", "10:30", None),
+        ("dpo", "dpo.gt_reward_scale", ".nan", None),
+        ("spin", "spin.beta", "[010, .2, 3]", [10.0, 0.2, 3.0]),
+        ("spin", "spin.beta", "[0.1, 1:30, 0.2]", None),
+    ],
 )
-def test_a_text_in_a_file_is_the_same_as_on_the_command_line(text, config):
-    """YAML 1.1 would read numbers, truths and days."""
-    file = config(f"model: m\ndata: {{train: t}}\nout_dir: {text}\neval: {{stop: [{text}]}}\n")
-    read = parse("--config", file)
-    assert (read.out_dir, read.eval.stop) == (text, [text])
-    assert parse(*OWN, f"--out_dir={text}").out_dir == text
-
-
-def test_a_day_in_a_file_is_the_same_as_on_the_command_line_and_a_seed_fits_every_generator(config):
-    file = config("model: m\ndata: {train: t, date: 2026-01-31}\noptim: {lr: 1e-5}\n")
-    read = parse_module.parse(kto.Settings, ["--config", file], kto.KTO, "demo.yaml")
-    assert (read.data.date, read.optim.lr) == ("2026-01-31", 1e-5)
-    words = ["--config", file, "--seed"]
-    assert parse_module.parse(kto.Settings, [*words, str(2**32 - 1)], kto.KTO, "demo.yaml").seed
-    with pytest.raises(BadInput, match="^seed: expected less than 2.32, got 20261125082155$"):
-        parse_module.parse(kto.Settings, [*words, "20261125082155"], kto.KTO, "demo.yaml")
+def test_numbers_are_decimal_and_a_setting_of_another_type_refuses_a_text(
+    program, setting, text, expected, config
+):
+    cls = importlib.import_module(program).Settings
+    group, _, name = setting.rpartition(".")
+    line = f"{group}: {{{name}: {text}}}" if group else f"{name}: {text}"
+    if group == "data":
+        line = f"data: {{train: t, {name}: {text}}}"
+    file = config(f"model: m\n{line}\n")
+    for argv in (["--config", file, "--data.train=t"], [*OWN, f"--{setting}={text or 'null'}"]):
+        if expected is None and group != "data":
+            with pytest.raises(BadInput, match=f"^{setting}: expected "):
+                parse(*argv, cls=cls)
+        else:
+            value = settings.flatten(parse(*argv, cls=cls))[setting]
+            assert value == expected and type(value) is type(expected)
