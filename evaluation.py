@@ -426,7 +426,7 @@ def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
     if share < 0.9:
         say(
             f"{what}: {name} is {after:.4g} for the exported weights and {before:.4g} for the trained ones, "
-            f"before they were rounded ({share:.0%}); --export.dtype float32 exports those"
+            f"before they were rounded ({share:.0%}); python export.py with --dtype float32 exports those"
         )
 
 
@@ -440,7 +440,7 @@ def export_step(run: Any, name: str, step: int) -> None:
         return
     # the base is run.source: the folder that the checkpoint's settings name may have moved
     source = Source(checkpoint_folder(run.folder, step), run.source)
-    write = partial(export_checkpoint, source, choice=run.cfg.export)
+    write = partial(export_checkpoint, source)
     publish_folder(run.fabric, write, run.folder / name)
     run.exported[name] = step
 

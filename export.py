@@ -2,20 +2,19 @@
 
     python export.py out/run/checkpoints/step-00000100 --out FOLDER
 
-The folder is whole or not there. --dtype and --rounding: as --export.dtype and --export.rounding of the
-run, which are the defaults.
+The folder is whole or not there. By default each weight has the type that it has in the files of the run's --model.
 """
 
 import argparse
 from functools import partial
 from pathlib import Path
 
+import torch
 from lightning.fabric import Fabric
 
-from infra.checkpoint import read_settings
 from infra.console import run_cli
 from infra.files import publish_folder
-from infra.settings import Export, refuse_unless
+from infra.settings import refuse_unless
 from models.export import export_checkpoint
 from models.hub import find_model
 
@@ -24,17 +23,15 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
     parser.add_argument("--out", type=Path, required=True, help="where to write")
-    parser.add_argument("--dtype", choices=["source", "float32", "bfloat16", "float16"])
-    parser.add_argument("--rounding", choices=["stochastic", "nearest"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args(argv)
     refuse_unless(not args.out.exists(), f"out: {args.out}: is there already")
     refuse_unless(
         (args.checkpoint / "state.json").exists(),
         f"checkpoint: {args.checkpoint}: not a checkpoint of a run",
     )
-    choice = Export(**read_settings(args.checkpoint).get("export", {}))
-    choice = Export(args.dtype or choice.dtype, args.rounding or choice.rounding)
-    write = partial(export_checkpoint, find_model(str(args.checkpoint)), choice=choice)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    write = partial(export_checkpoint, find_model(str(args.checkpoint)), export_dtype=dtype)
     publish_folder(Fabric(accelerator="cpu", devices=1), write, args.out)
     print(f"exported to {args.out}")
 

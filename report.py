@@ -68,13 +68,13 @@ def read_test(folder: Path) -> dict[str, float]:
 
 
 def free_settings() -> list[str]:
-    """Settings of all programs in which two runs of the same numbers may differ. A resume may also change some of data
-    and export: it compares the records themselves, and exports anew."""
+    """Settings of all programs in which two runs of the same numbers may differ. A resume may also change some of data,
+    because it compares the records themselves."""
     rules = resume_rules(RunSettings)
     for group in ("spin", "online"):
         rules |= {f"{group}.{name}": rule for name, rule in resume_rules(Sampling).items()}
     names = [name for name, rule in rules.items() if rule == "free"]
-    return [name for name in names if not name.startswith(("data.", "export."))]
+    return [name for name in names if not name.startswith("data.")]
 
 
 def group_names(settings: list[dict]) -> list[str]:

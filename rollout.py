@@ -110,7 +110,6 @@ def export_policy(run: Any) -> Path:
         model.rows,
         run.merged_weights(),
         notes={"generation_config.json": generation},
-        choice=run.cfg.export,
         seed=run.cfg.seed,
     )
     publish_folder(run.fabric, write, folder / name)

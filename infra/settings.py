@@ -219,18 +219,6 @@ class Eval(Sampling):
     """Number of completions that are saved at each validation (eval/), and shown by trackers."""
 
 
-@dataclass(frozen=True)
-class Export:
-    """The type of the weights in `final` and `best`, and how trained weights get it."""
-
-    dtype: Literal["source", "float32", "bfloat16", "float16"] = free("source")
-    """source: each weight has the type that it has in the files of --model (a run in 64-true: float64)."""
-    rounding: Literal["stochastic", "nearest"] = free("stochastic")
-    """Where the type is narrower than the trained weights. stochastic: up or down at random, by the seed, the
-    nearer number more often, so that nothing is lost on average. nearest: steps of training that are
-    smaller than half the type's spacing are lost."""
-
-
 # ---- a run ---------------------------------------------------------------------------------------
 
 
@@ -288,7 +276,6 @@ class RunSettings:
     lora: Lora = Lora()
     optim: Optim = Optim()
     eval: Eval = Eval()
-    export: Export = Export()
 
     log_interval: PositiveInt = free(1)
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""

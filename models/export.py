@@ -11,7 +11,7 @@ import yaml
 
 from infra.checkpoint import read_settings, read_state
 from infra.rounding import dtype_of, is_narrower, round_at_random, widest
-from infra.settings import Export, RunSettings, refuse_unless
+from infra.settings import RunSettings, refuse_unless
 from model import GPT, Block
 from models.hub import (
     Rows,
@@ -33,12 +33,14 @@ from records.sources import split_share, split_sources
 # ---- types of weights ----------------------------------------------------------------------------
 
 
-def export_types(source: Source, choice: Export, trained: torch.dtype) -> dict[str, torch.dtype]:
+def export_types(
+    source: Source, trained: torch.dtype, dtype: torch.dtype | None = None
+) -> dict[str, torch.dtype]:
     """The type of each weight in an export, by the names in the source's files. trained: the type of the
-    weights before the export."""
+    weights before the export. dtype: of all weights of the export; None: of each its own in the source."""
     types = stored_types(source.root)
-    if choice.dtype != "source":
-        return dict.fromkeys(types, getattr(torch, choice.dtype))
+    if dtype:
+        return dict.fromkeys(types, dtype)
     # precision 64-true: nothing is rounded
     return dict.fromkeys(types, torch.float64) if trained == torch.float64 else types
 
@@ -46,7 +48,7 @@ def export_types(source: Source, choice: Export, trained: torch.dtype) -> dict[s
 def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
     """The type to which an export rounds trained weights; None if it rounds none of them."""
     trained = torch.promote_types(dtype_of(cfg.precision), torch.float32)
-    types = export_types(source, cfg.export, trained).values()
+    types = export_types(source, trained).values()
     narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
     return widest(narrow) if narrow else None
 
@@ -143,15 +145,14 @@ def export(
     weights: dict[str, torch.Tensor],
     out: Path,
     notes: Mapping = {},
-    choice: Export | None = None,
+    dtype: torch.dtype | None = None,
     seed: int = 1,
     adapters: Mapping[str, Adapter] = {},
 ) -> None:
-    """Write a model as a Hugging Face folder: a copy of the source's, with these weights and adapters in the types
-    that `choice` says. rows: see model.Packed. notes: more files, {name: text}. seed: of the rounding. `weights` is
+    """Write a model as a Hugging Face folder: a copy of the source's, with these weights and adapters. rows: see
+    model.Packed. notes: more files, {name: text}. dtype: see export_types. seed: of the rounding. `weights` is
     empty afterwards, so that a large model need not be in memory twice. Raises BadInput."""
-    choice = choice or Export()
-    types = export_types(source, choice, trained=next(iter(weights.values())).dtype)
+    types = export_types(source, next(iter(weights.values())).dtype, dtype)
     hf = read_whole(source.root, read_config(source), widest(types.values()))
     for name, p in hf.named_parameters():
         # GPT-2's old files leave the prefix out
@@ -171,7 +172,7 @@ def export(
         if last_of[r.name] == name:
             del weights[r.name]
         weight = hf_weights[name]
-        if choice.rounding == "stochastic" and weight.dtype in (torch.bfloat16, torch.float16):
+        if weight.dtype in (torch.bfloat16, torch.float16):
             x = round_at_random(x, weight.dtype, seed, name)
         # A new tensor. To write into the old one, which is mapped from the source's file, would first copy it into
         # memory.
@@ -195,9 +196,9 @@ def export(
         _say_template_in_config(out / "tokenizer_config.json", notes["chat_template.jinja"])
 
 
-def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
+def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | None = None) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
-    of the run. choice: of the exported type. Raises BadInput if adapters would be merged into other weights
+    of the run. export_dtype: see export_types. Raises BadInput if adapters would be merged into other weights
     than in training."""
     settings = read_settings(source.folder)
     state = read_state(source.folder)
@@ -226,6 +227,6 @@ def export_checkpoint(source: Source, out: Path, choice: Export) -> None:
     rows = gpt.rows
     weights = gpt.unique_parameters()
     del gpt  # `export` frees the weights one by one
-    export(source, rows, weights, out, notes, choice, seed, adapters)
+    export(source, rows, weights, out, notes, export_dtype, seed, adapters)
     if GPT.block_class is not Block:
         mark_blocks(out, GPT.block_class.__name__)

@@ -39,7 +39,7 @@ def show(tmp_path, monkeypatch, capsys):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         settings = {"seed": 1, "kto": {"beta": 0.1}, "lora": {"rank": None}} | settings
-        settings = {"data": {"where": None}, "export": {"rounding": "stochastic"}} | settings
+        settings = {"data": {"where": None}, "optim": {"schedule": "cosine"}} | settings
         settings["out_dir"] = name
         text = f"# kto.py, records {records}, commit {name}\n{yaml.safe_dump(settings)}"
         (folder / "settings.yaml").write_text(text)
@@ -99,11 +99,11 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         ({"seed": 2, "finished": False}, ["ended=True", "ended=step-0"]),
         # a resume may change these, since it compares the records; they make other runs
         ({"seed": 2, "data": {"where": "lang=de"}}, ["data.where=None", "data.where=lang=de"]),
-        ({"seed": 2, "export": {"rounding": "nearest"}}, ["stochastic", "rounding=nearest"]),
+        ({"seed": 2, "optim": {"schedule": "linear"}}, ["cosine", "schedule=linear"]),
         # the same file, which has grown
         ({"seed": 2, "records": "5d41402abc4b"}, ["records=11ede4685efe", "records=5d41402abc4b"]),
     ],
-    ids="bookkeeping_and_speed same_seed null finished data.where export records".split(),
+    ids="bookkeeping_and_speed same_seed null finished data.where optim records".split(),
 )
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, settings, names):
     lines = show(show.run("out/a"), show.run("out/b", **settings))
