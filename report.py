@@ -2,8 +2,8 @@
 
     python report.py out/a out/b
 
-Runs whose settings differ in the seed only are one group: the table has their mean and range, the picture
-draws them in one colour: training as an exponential average over some five rows, validations as dots. Writes
+Runs of one program whose settings differ in the seed only are one group: the table has their mean and range, the
+picture draws them in one colour: training as an exponential average over some five rows, validations as dots. Writes
 report.png and report.csv (the numbers of each run) beside the first run's folder.
 """
 
@@ -40,11 +40,13 @@ def read_run(folder: Path) -> dict:
     with user_error(None):
         text = (folder / "settings.yaml").read_text()
     steps = read_csv(folder / "val.csv").index
-    head = text.partition("\n")[0]  # "# kto.py, records ..., commit ..."
-    records = re.search(r", records (\w+)", head)
+    head = text.partition("\n")[0]  # "# kto.py, code ..., records ..., commit ..."
+    code, records = (re.search(rf", {name} (\S+),", head) for name in ("code", "records"))
     return {
         "program": head.partition(",")[0],
-        "records": records and records[1],  # a file of the same name may have changed
+        # files of the same names may have changed
+        "code": code and code[1],
+        "records": records and records[1],
         # an unfinished run by the step of its last validation: no mean over different ones
         "ended": (folder / "final").exists() or f"step-{steps.max() if len(steps) else 0}",
     } | flatten(yaml.safe_load(text))
@@ -136,6 +138,10 @@ def main(argv: list[str] | None = None) -> None:
     if any(re.search(r"\b(model|reference)=", name) for name in groups):
         print(
             "the runs begin at different models: rewards and kl are against each run's own reference"
+        )
+    if any(re.search(r"\bcode=", name) for name in groups):
+        print(
+            "code: a hash of the program's own files; they have changed between the runs, perhaps only a comment"
         )
     print(f"wrote {out}/report.png, report.csv")
 

@@ -42,7 +42,7 @@ from infra.checkpoint import (
     take_folder,
     unlock_folder,
 )
-from infra.console import BadInput, command_to, program_name, say
+from infra.console import BadInput, command_to, program_file, program_name, say
 from infra.devices import (
     Stop,
     all_reduce,
@@ -53,6 +53,7 @@ from infra.devices import (
 )
 from infra.logger import Logger, Throughput
 from infra.optimizer import make_optimizer, what_trains
+from infra.program import program_hash
 from infra.seeds import mixed
 from infra.settings import RunSettings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
@@ -285,7 +286,8 @@ def setup(
     reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)
 
     # a new run, or one that goes on from a checkpoint
-    state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes))
+    code = program_hash(program_file(objective))
+    state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes, code))
     stop = Stop()
     run = Run(
         cfg=cfg,

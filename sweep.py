@@ -5,7 +5,7 @@
 Values separated by commas make the grid. A value that has commas itself stands in double quotes:
 --lora.targets '"q_proj,v_proj",all-linear' are two values. Each run has a folder in out/sweep-kto (another one:
 --out_dir), with what it printed in log.txt. The same command again skips finished runs and goes on with
-the others.
+the others. If the program's files have changed since, sweep.py says so, and the report does not mix the runs.
 """
 
 import argparse
@@ -20,20 +20,28 @@ from subprocess import Popen
 import report
 from infra.console import BadInput, Failed, run_cli
 from infra.parse import split_options
+from infra.program import program_hash
 
 STOPS = SIGINT, SIGTERM, SIGUSR1, SIGHUP  # after which a run has saved (devices.Stop)
 
 
 def run_one(command: list[str], folder: Path) -> str:
     """Run a command, unless it has finished before. -> how it ended."""
-    finished = f"finished: {shlex.join(command)}\n"
+    code = program_hash(Path(command[1]).resolve())
+    ending = f": {shlex.join(command)}\n"
+    finished = f"finished by code {code}{ending}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "a+") as log:
         log.seek(0)
         # A finished run is also started if the command is another one than before: it then refuses
         # to go on with other settings.
-        if finished in log.read():
+        text = log.read()
+        if finished in text:
             return "finished before"
+        if ending in text:
+            return (
+                "finished before; the program has changed since: to run it anew, delete the folder"
+            )
         run = Popen(command, stdout=log, stderr=log)
         # A terminal sends Ctrl-C to the run, too. The others may come here alone: the run is told, saves and
         # ends. Else a scheduler's notice would end the sweep at once, and with it the run, unsaved.

@@ -65,6 +65,8 @@ class RunState:
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the model, the reference, the tokenizer and the data, and the program's name. A resume must find the
     same ones."""
+    code: str = ""
+    """The hash of the program's files (program.py). After a resume by other files, both hashes, joined by a +."""
     step: int = 0
     """Optimizer steps done."""
     unvalidated: bool = False
@@ -209,15 +211,18 @@ def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> Non
 
 
 def begin_run(
-    out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str]
+    out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str], code: str
 ) -> RunState:
     """Write the settings into the folder, and rename the checkpoints of steps after the one from which the run resumes.
     -> the state that the run begins with. Raises BadInput if the models are not those of the checkpoint."""
     check_resumed_hashes(checkpoint, hashes)  # now with those of the weights
-    state = RunState(hashes=hashes)
+    state = RunState(hashes=hashes, code=code)
     if checkpoint:
         state = read_state(checkpoint)
         say(f"resumed from {checkpoint}")
+        if code not in state.code.split("+"):
+            say(f"the program has changed since step {state.step}: report.py keeps this run apart")
+            state.code += f"+{code}"
         path_of = checkpoints_by_step(out)
         # the user may have removed the best checkpoint
         if state.best_step not in path_of:
@@ -227,7 +232,9 @@ def begin_run(
                 aside = path.with_name(f"abandoned-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-    head = f"# {hashes['program']}, records {hashes['records'][:12]}, {versions()}"
+    head = (
+        f"# {hashes['program']}, code {state.code}, records {hashes['records'][:12]}, {versions()}"
+    )
     write_whole(out / "settings.yaml", f"{head}\n{dump_yaml(cfg)}")
     say(f"run folder: {out}")
     return state

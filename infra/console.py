@@ -74,6 +74,13 @@ def program_name(objective: object) -> str:
     return Path(sys.argv[0]).name
 
 
+def program_file(objective: object) -> Path:
+    """The file that was started. A cell is in no file: then the file of the objective's nearest class that has one."""
+    names = ["__main__", *(cls.__module__ for cls in type(objective).__mro__)]
+    files = [Path(getattr(sys.modules[name], "__file__", None) or "") for name in names]
+    return next(file.resolve() for file in files if file.is_file())
+
+
 def command_to(words: list[str]) -> str:
     """What a user types to start this program again with these arguments."""
     if in_cell():
@@ -165,11 +172,18 @@ def text_in_one_line(error: Exception) -> str:
 
 
 def own_line(error: Exception) -> str:
-    """`file:line` of the innermost call that is not in an installed package."""
+    """`file:line` of the innermost call that is in no installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
+    own = [x for x in frames if x.filename[0] != "<" and not is_installed(Path(x.filename))]
     innermost = (own or frames)[-1]
     return f"{innermost.filename}:{innermost.lineno}"
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a path lies among installed packages or in Python's own library."""
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    return path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
     one, two = sorted((tmp_path / "out").iterdir())
     assert one.name.startswith("kto-20")
     text = (two / "settings.yaml").read_text()
-    assert re.match("# kto.py, records [0-9a-f]{12}, commit .*, torch 2", text)
+    assert re.match("# kto.py, code [0-9a-f]{12}, records [0-9a-f]{12}, commit .*, torch 2", text)
     assert f"run folder: {two}" in capsys.readouterr().out
     start("kto", ["--config", two / "settings.yaml", "--resume=auto"])
     assert f"resumed from {two / 'checkpoints'}" in capsys.readouterr().out

@@ -90,23 +90,23 @@ BUDGETS = {
     "packing.py": 1_900,
     "rate.py": 2_500,
     "reference.py": 1_700,
-    "report.py": 1_100,
+    "report.py": 1_150,
     "rollout.py": 2_250,
     "run.py": 1_900,
     "sampler.py": 2_550,
     "spin.py": 1_100,
-    "sweep.py": 600,
+    "sweep.py": 650,
     "trainer.py": 3_700,
-    "infra/": 13_350,  # lists of texts are read by us, so that [no, 10] holds two texts
+    "infra/": 13_950,  # lists of texts are read by us, so that [no, 10] holds two texts
     "models/": 11_850,
     "records/": 27_550,
     "convert/": 8_500,
     "rate/": 3_400,  # with the page, which is in records/ today
-    "tests/": 136_700,
+    "tests/": 138_000,
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.
-FILES_OF_A_RUN = 42
+FILES_OF_A_RUN = 43
 TOKENS_OF_A_RUN = 76_200
 
 

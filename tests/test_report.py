@@ -33,6 +33,7 @@ def show(tmp_path, monkeypatch, capsys):
         metrics=METRICS,
         finished=True,
         records="11ede4685efe",
+        code="0a1b2c",
         **settings,
     ):
         """A run folder. val: rows of val.csv after step 0."""
@@ -41,7 +42,9 @@ def show(tmp_path, monkeypatch, capsys):
         settings = {"seed": 1, "kto": {"beta": 0.1}, "lora": {"rank": None}} | settings
         settings = {"data": {"where": None}, "optim": {"schedule": "cosine"}} | settings
         settings["out_dir"] = name
-        text = f"# kto.py, records {records}, commit {name}\n{yaml.safe_dump(settings)}"
+        text = (
+            f"# kto.py, code {code}, records {records}, commit {name}\n{yaml.safe_dump(settings)}"
+        )
         (folder / "settings.yaml").write_text(text)
         (folder / "metrics.csv").write_text(metrics)
         (folder / "val.csv").write_text(VAL + val)
@@ -102,8 +105,11 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         ({"seed": 2, "optim": {"schedule": "linear"}}, ["cosine", "schedule=linear"]),
         # the same file, which has grown
         ({"seed": 2, "records": "5d41402abc4b"}, ["records=11ede4685efe", "records=5d41402abc4b"]),
+        # the program was edited, before the run or in the middle of it
+        ({"seed": 2, "code": "3d4e5f"}, ["code=0a1b2c", "code=3d4e5f"]),
+        ({"seed": 2, "code": "0a1b2c+3d4e5f"}, ["code=0a1b2c", "code=0a1b2c+3d4e5f"]),
     ],
-    ids="bookkeeping_and_speed same_seed null finished data.where optim records".split(),
+    ids="bookkeeping_and_speed same_seed null finished data.where optim records code codes".split(),
 )
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, settings, names):
     lines = show(show.run("out/a"), show.run("out/b", **settings))
