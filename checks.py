@@ -91,11 +91,6 @@ def check_settings(objective: Objective, cfg: RunSettings) -> None:
         raise BadInput(
             f"reference_cache: {kind} takes log-probs of tokens, and the cache has only their sums"
         )
-    reads_tokens = objective.by_token or objective.overrides("make_module")
-    if cfg.data.score_prompt and reads_tokens:
-        raise BadInput(
-            f"data.score_prompt: {kind} takes the tokens of a completion, not of its prompt"
-        )
     has_own_pairs = objective.overrides("mismatched_completions")
     if objective.needs_mismatched_pairs and not has_own_pairs and cfg.batch_size == 1:
         raise BadInput(

@@ -177,7 +177,6 @@ class Step:
                      answers to a prompt need be in one step
     mismatched_index (n,) which of the G have a mismatched pair. Indices, not a mask: a mask would make the
                      host wait for a GPU
-    score_prompt     whether the prompts' tokens are targets, too
     mismatched_completions a list of G arrays of token ids: where an example has no pair, a stand-in that z never
                      sees. Or None: the step has no mismatched pairs
     longest          L of every micro-batch: tokens of the step's longest completion, own or mismatched. One
@@ -191,7 +190,6 @@ class Step:
         self,
         examples: list[Example],
         mismatched_completions: Sequence[np.ndarray | list[int] | None] | None = None,
-        score_prompt: bool = False,
         budget: Budget | None = None,
     ):
         """mismatched_completions: of each example one, or None if it has no pair. None in place of the list: the
@@ -205,7 +203,6 @@ class Step:
         self.group = torch.empty(self.size, dtype=torch.long)
         for number, same_prompt in enumerate(prompt_groups([e.prompt for e in examples])):
             self.group[same_prompt] = number
-        self.score_prompt = score_prompt
         self.mismatched_completions = None
         with_pair: list[int] = []
         if mismatched_completions is not None:
@@ -240,11 +237,11 @@ class Step:
         """Pack the examples of a part. The result is on the CPU."""
         prompts = [self.examples[i].prompt for i in part.index]
         completions = [self.examples[i].completions for i in part.index]
-        packed = pack(prompts, completions, self.score_prompt, self.longest)
+        packed = pack(prompts, completions, self.longest)
         mismatched = None
         if self.mismatched_completions is not None:
             completions = [(self.mismatched_completions[i],) for i in part.index]
-            mismatched = pack(prompts, completions, self.score_prompt, self.longest)
+            mismatched = pack(prompts, completions, self.longest)
         return MicroBatch(self, part, torch.tensor(part.index), packed, mismatched)
 
 
@@ -286,7 +283,7 @@ class MicroBatch:
 
     @property
     def length(self) -> torch.Tensor:
-        """(B, K) how many tokens are scored: the completion's, with score_prompt also the prompt's but the first."""
+        """(B, K) tokens of each completion."""
         return self.packed.length_BK
 
     def extra(self, name: str) -> torch.Tensor | list[str]:

@@ -37,7 +37,7 @@ class Scores(NamedTuple):
 
     logps: torch.Tensor
     """Log-probs of the completions in nats, float64 for a float64 model, else float32: (B, K) sums,
-    with data.score_prompt the prompt's in each; or (B, K, L) by token, 0 beyond a completion's end."""
+    or (B, K, L) by token, 0 beyond a completion's end."""
     outputs: torch.Tensor | None = None
     """(B, K, L, ...): what the objective's module gives at each token; None without a module."""
     entropy: torch.Tensor | None = None

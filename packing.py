@@ -57,12 +57,10 @@ class PackedBatch(NamedTuple):
     branch_N: torch.Tensor
     source_T: torch.Tensor  # the input token whose hidden state predicts the target
     target_T: torch.Tensor  # the token id to predict
-    # the sequence whose completion has the target; B * K + u in scored prompt number u
-    sequence_T: torch.Tensor
-    length_BK: torch.Tensor  # scored tokens of a completion, plus those of a scored prompt
+    sequence_T: torch.Tensor  # the sequence whose completion has the target
+    length_BK: torch.Tensor  # tokens of a completion
     sequence_BK: torch.Tensor  # the number of the sequence
     first_target_BK: torch.Tensor  # which of the T targets is the completion's first token
-    prompt_B: torch.Tensor  # which of the U prompts the example has
     prompt_P: torch.Tensor  # which of the N tokens belong to prompts
     # Which of the N tokens belong to completions. If none does (all completions have one token),
     # this is token 0: the model's layers need at least one query.
@@ -104,9 +102,8 @@ class PackedBatch(NamedTuple):
         return self._replace(**tensors)
 
     def sums(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sums (B, K) of the targets' numbers over each completion and its prompt, if that is scored."""
-        B, K = self.length_BK.shape
-        sums = x_T.new_zeros(B * K + len(self.segment_sizes))
+        """Sums (B, K) of the targets' numbers over each completion."""
+        sums = x_T.new_zeros(self.length_BK.numel())
         if x_T.is_cuda:
             # On a GPU index_add adds in any order, so two passes over the same numbers would differ
             # in their last bits. index_put sorts them first. On a CPU index_add has an order, and
@@ -114,8 +111,7 @@ class PackedBatch(NamedTuple):
             sums = sums.index_put((self.sequence_T,), x_T, accumulate=True)
         else:
             sums = sums.index_add(0, self.sequence_T, x_T)
-        # the prompt's sum is 0 unless data.score_prompt makes its tokens targets
-        return sums[self.sequence_BK] + sums[B * K + self.prompt_B][:, None]
+        return sums[self.sequence_BK]
 
     def tokens_of_completions(self, x_T: torch.Tensor) -> torch.Tensor:
         """The targets' numbers (T, ...) as (B, K, L, ...), with 0 beyond a completion's end."""
@@ -143,15 +139,13 @@ def digest(prompt: np.ndarray, completion: np.ndarray) -> str:
 def pack(
     prompts: Sequence[np.ndarray],
     completions: Sequence[tuple[np.ndarray, ...]],
-    score_prompt: bool = False,
     longest: int | None = None,
 ) -> PackedBatch:
     """Pack B prompts and their completions; a prompt that several examples have is packed once. The result is on
     the CPU.
 
     prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty.
-    score_prompt: the prompts' tokens from the second on are targets, too. longest: tokens of the step's
-    longest completion (default: of these).
+    longest: tokens of the step's longest completion (default: of these).
 
     Two prompts, three completions (K = 1). Examples 0 and 2 have the prompt 10 11 12, with the
     completions 20 21 and 22 23 24; example 1 has the prompt 13 with the completion 30 31:
@@ -174,7 +168,7 @@ def pack(
     sequences = lay_out(prompts, completions)
     arrays = {
         **row_of(sequences, prompts),
-        **targets_of(sequences, prompts, len(completions[0]), score_prompt),
+        **targets_of(sequences, len(prompts), len(completions[0])),
         **attention_of(sequences),
     }
     return PackedBatch(
@@ -259,39 +253,25 @@ def row_of(sequences: list[PackedSequence], prompts: Sequence[np.ndarray]) -> di
     )
 
 
-def targets_of(
-    sequences: list[PackedSequence], prompts: Sequence[np.ndarray], K: int, score_prompt: bool
-) -> dict[str, np.ndarray]:
+def targets_of(sequences: list[PackedSequence], B: int, K: int) -> dict[str, np.ndarray]:
     """The T tokens to predict, the input token that predicts each, and the sequence whose sum it belongs to."""
-    B = len(prompts)
-    prompt_B = np.empty(B, np.int64)
     sequence_BK = np.empty((B, K), np.int64)
     targets = []
     sources = []
     for j, sequence in enumerate(sequences):
-        prompt_B[sequence.b] = sequence.u
         sequence_BK[sequence.b, sequence.k] = j
         targets.append(sequence.completion)
         # the first token is predicted by the prompt's last one, the others by the token before them
         sources += [sequence.prompt_place[-1:], sequence.place]
     completion_J = np.array([len(sequence.completion) for sequence in sequences], np.int64)
-    # after all completions the prompts' tokens from the second one on, if prompts are scored
-    n_scored_U = np.zeros(sequences[-1].u + 1, np.int64)
-    for sequence in sequences:
-        if score_prompt and sequence.is_first:
-            targets.append(prompts[sequence.b][1:])
-            sources.append(sequence.prompt_place[:-1])
-            n_scored_U[sequence.u] = len(sequence.prompt_place) - 1
-    lengths = [len(target) for target in targets]
     first_target_J = np.cumsum(completion_J) - completion_J
     return dict(
         target_T=np.concatenate(targets).astype(np.int64),
         source_T=np.concatenate(sources),
-        sequence_T=np.repeat(np.arange(len(targets)), lengths),
+        sequence_T=np.repeat(np.arange(len(sequences)), completion_J),
         sequence_BK=sequence_BK,
-        prompt_B=prompt_B,
         first_target_BK=first_target_J[sequence_BK],
-        length_BK=completion_J[sequence_BK] + n_scored_U[prompt_B][:, None],
+        length_BK=completion_J[sequence_BK],
     )
 
 

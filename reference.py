@@ -114,7 +114,7 @@ class CachedReference:
         self.folder = Path(cfg.reference_cache).expanduser()
         # what the values depend on, besides prompt and completion
         models = [x for name, x in sorted(hashes.items()) if name not in ("program", "records")]
-        depends = [*models, cfg.precision, cfg.lora.quantize, cfg.data.score_prompt]
+        depends = [*models, cfg.precision, cfg.lora.quantize]
         self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
         # hash of an example: its log-prob. All that are known, and those that are not written yet
         self.known: dict[str, float] = {}

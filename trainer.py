@@ -464,7 +464,7 @@ class Trainer:
             completions = run.objective.mismatched_completions(examples)
             if is_own:  # ranks may have drawn different random numbers: rank 0's count
                 completions = run.fabric.broadcast(completions)
-        return Step(examples, completions, run.cfg.data.score_prompt, run.budget)
+        return Step(examples, completions, run.budget)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Each micro-batch on the device, while it is worked on; then count it as progress. In a

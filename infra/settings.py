@@ -109,8 +109,6 @@ class Data:
     left_out: Literal["refuse", "drop"] = free("refuse")
     """Records of which the chat template does not write all, such as turns of a role that it does not
     know: refuse, with file, line and text; or drop them and count them."""
-    score_prompt: bool = False
-    """Add the log-probs of the prompt's tokens, from the second on, to those of each completion."""
     date: str | None = None
     """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
     columns: str | None = None

@@ -76,8 +76,8 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 2_850,
-    "data.py": 2_450,
+    "checks.py": 2_800,
+    "data.py": 2_400,
     "dpo.py": 1_050,
     "evaluation.py": 3_350,
     "export.py": 300,
@@ -85,9 +85,9 @@ BUDGETS = {
     "head.py": 1_350,
     "kto.py": 1_100,
     "model.py": 2_550,
-    "objective.py": 800,
+    "objective.py": 750,
     "online.py": 1_250,
-    "packing.py": 1_900,
+    "packing.py": 1_750,
     "rate.py": 2_500,
     "reference.py": 1_700,
     "report.py": 1_150,

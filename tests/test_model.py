@@ -58,7 +58,7 @@ def pair(shape: str, tiny: Path, dtype):
     return gpt, plain, lambda: {n: p.grad for n, p in plain.named_parameters()}
 
 
-def plainly(other, prompts, completions, score_prompt) -> torch.Tensor:
+def plainly(other, prompts, completions) -> torch.Tensor:
     """(B, K) log-probs, each (prompt, completion) alone in a forward of its own."""
     out = []
     for p, cs in zip(prompts, completions):
@@ -66,8 +66,7 @@ def plainly(other, prompts, completions, score_prompt) -> torch.Tensor:
             ids = torch.tensor([*p, *c])
             out_1TV = other(ids[None])
             logp_TV = getattr(out_1TV, "logits", out_1TV)[0].log_softmax(-1)
-            first = 1 if score_prompt else len(p)
-            out.append(logp_TV[:-1].gather(1, ids[1:, None])[first - 1 :].sum())
+            out.append(logp_TV[:-1].gather(1, ids[1:, None])[len(p) - 1 :].sum())
     return torch.stack(out).view(len(prompts), -1)
 
 
@@ -109,16 +108,15 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
     tolerance = 1e-10
     # each example alone, all or some in one attention call
     for seed, tile in enumerate((1, 128, 25, 40)):
-        score_prompt, tokens = [(False, 1000), (True, 1000), (False, 3), (True, 4)][seed]
+        tokens = (1000, 1000, 3, 4)[seed]
         monkeypatch.setattr(attention, "TILE_TOKENS", tile)
         prompts, completions = ragged(K, V, seed)
-        batch = pack(prompts, completions, score_prompt)
+        batch = pack(prompts, completions)
         calls = chunked(monkeypatch, V, tokens)
-        theirs = plainly(other, prompts, completions, score_prompt)
+        theirs = plainly(other, prompts, completions)
         ours = gpt(batch).logps
         assert sum(calls) == len(batch.target_T) and max(calls) <= tokens, "no (N, V) logits"
-        more = [max(0, len(x) - 1) * score_prompt for x in prompts]
-        lengths = [[len(y) + n for y in ys] for n, ys in zip(more, completions)]
+        lengths = [[len(y) for y in ys] for ys in completions]
         assert batch.length_BK.tolist() == lengths
         assert ours.dtype == dtype and ours.shape == (5, K)
         assert ((ours - theirs) / theirs).abs().max() <= tolerance
@@ -275,17 +273,14 @@ def use_flash(request, monkeypatch):
     return switch
 
 
-@pytest.mark.parametrize("score_prompt", [False, True])
 @pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_call_of_flash_attention_gives_what_the_tiles_give(
-    shape, K, score_prompt, tiny, use_flash
-):
+def test_one_call_of_flash_attention_gives_what_the_tiles_give(shape, K, tiny, use_flash):
     gpt, *_ = pair(shape, tiny, torch.float64)
     (prompts, completions), (_, others) = ragged(K, 61, 0), ragged(K, 61, 1)
-    batch, other = pack(prompts, completions, score_prompt), pack(prompts, others, score_prompt)
+    batch, other = pack(prompts, completions), pack(prompts, others)
     # none of their tokens is an input
-    ones = pack(prompts, [tuple(y[:1] for y in ys) for ys in others], score_prompt)
+    ones = pack(prompts, [tuple(y[:1] for y in ys) for ys in others])
 
     def run():
         gpt.zero_grad()
@@ -327,17 +322,16 @@ def test_flash_attention_is_chosen_where_torch_has_a_kernel(monkeypatch):
 # ---- prompts computed once -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("score_prompt", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
-    shape, score_prompt, tiny, monkeypatch
+    shape, tiny, monkeypatch
 ):
     gpt, *_ = pair(shape, tiny, torch.float64)
     (prompts, completions), (_, others) = ragged(1, 61, 0), ragged(2, 61, 1)
-    batch = pack(prompts, completions, score_prompt)
+    batch = pack(prompts, completions)
     # also completions of one token: none of their tokens is an input
     ones = [tuple(y[:1] for y in ys) for ys in others]
-    later = [pack(prompts, x, score_prompt) for x in (others, ones)]
+    later = [pack(prompts, x) for x in (others, ones)]
     gpt(batch).logps.sum().backward()
     gradients = {n: p.grad.clone() for n, p in gpt.unique_parameters().items()}
     tolerance = 1e-10

@@ -75,9 +75,7 @@ def test_a_run_that_is_killed_while_it_precomputes_goes_on_where_it_was(
     assert "reference: 0 log-probs computed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "change", ["--precision=bf16-mixed", "--data.score_prompt=true", "weights", "epsilon"]
-)
+@pytest.mark.parametrize("change", ["--precision=bf16-mixed", "weights", "epsilon"])
 def test_other_weights_config_precision_or_scoring_are_not_answered_from_the_cache(
     change, tiny, ratings, tmp_path, capsys
 ):
