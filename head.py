@@ -78,9 +78,11 @@ def entropy_of(
     logits_TV: torch.Tensor, p_TV: torch.Tensor, target_T: torch.Tensor, logp_T: torch.Tensor
 ) -> torch.Tensor:
     """Entropy (T,) in nats of the distributions p_TV, the softmax of these logits. The logsumexp of the logits is a
-    target's logit minus its log-prob logp_T."""
+    target's logit minus its log-prob logp_T. May change the logits in place."""
     logits_TV = logits_TV.to(p_TV.dtype)
     logsumexp_T = logits_TV.gather(1, target_T[:, None])[:, 0] - logp_T
+    # A token with the logit minus infinity has probability 0, and 0 times infinity would be nan.
+    logits_TV.clamp_(min=torch.finfo(logits_TV.dtype).min)
     with torch.autocast(p_TV.device.type, enabled=False):  # it would round both factors to bfloat16
         return logsumexp_T - torch.linalg.vecdot(p_TV, logits_TV)
 

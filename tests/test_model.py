@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest import mock
 
 import litgpt
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -381,6 +382,27 @@ def test_the_head_gives_the_log_probs_entropy_and_gradients_of_plain_torch(cap, 
         (logp_T * torch.arange(20)).sum().backward()
         seen.append((logp_T.detach(), entropy_T.detach(), h.grad, w.grad))
     assert all(x is y is None or same(x, y, 1e-10) for x, y in zip(*seen))
+
+
+@pytest.mark.parametrize("never", [slice(500, 512), slice(0, 256)], ids=["few", "half"])
+def test_tokens_of_probability_0_leave_log_probs_entropy_and_gradients_finite(never, tmp_path):
+    """Some models forbid tokens by a bias of minus infinity in the head. The check at loading meets them, too."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    hf = made(transformers.PhiConfig(vocab_size=512, **sizes), tmp_path)
+    with torch.no_grad():
+        hf.lm_head.bias[never] = -math.inf
+    hf.save_pretrained(tmp_path)
+    prompt, completion = [300, 301, 302], [303, 304, 305]
+    gpt = load.load_model(tmp_path)
+    scores = gpt(pack([np.array(prompt)], [(np.array(completion),)]), entropy=True)
+    logits_LV = hf(input_ids=torch.tensor([prompt + completion])).logits[0, 2:5]
+    tokens = torch.distributions.Categorical(logits=logits_LV)
+    logp = tokens.log_prob(torch.tensor(completion)).sum()
+    assert same(scores.logps[0, 0], logp, 1e-4)
+    assert same(scores.entropy[0, 0], tokens.entropy().sum(), 1e-4)
+    scores.logps.sum().backward()
+    logp.backward()
+    assert same(gpt.lm_head.weight.grad, hf.lm_head.weight.grad, 1e-4)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
