@@ -349,8 +349,8 @@ def row_of(loop: Any, examples: list[Example], title: str) -> dict:
 @torch.no_grad()
 def own_kl(loop: Any, answered: list[Example]) -> float | None:
     """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer). It
-    estimates KL(policy || reference) if they were sampled at temperature 1 without top_k and
-    top_p; else it may even be negative. None without a reference in memory."""
+    estimates KL(policy || reference) if they were sampled at temperature 1 without top_p;
+    else it may even be negative. None without a reference in memory."""
     run = loop.run
     if run.reference is None or run.cfg.reference_cache:
         return None

@@ -153,7 +153,6 @@ class OtherServer:
             f"server: {args.server}: expected an address that begins with http:// or https://",
         )
         for name in (
-            "top_k",
             "plain",
             "chat_template_kwargs",
         ):

@@ -85,7 +85,7 @@ class WithLogps(NamedTuple):
     answers: list[list[int]]
     logps: list[list[float]]
     """For each token of each answer its log-prob in nats. It is that of the model itself: at temperature 1,
-    without top_k and top_p, whatever the answer was sampled with."""
+    without top_p, whatever the answer was sampled with."""
     max_gap: float = 0.1
     """How far they may be from the policy's: the mean absolute difference, in nats a token. Rounding alone gave
     1e-5 in float32, and up to 0.07 where one side was in bfloat16 (benchmarks/RESULTS.md)."""

@@ -9,9 +9,6 @@ Shape letters (K, S and X are not those of packing.py):
     B  answers of the A that are sampled at once
     Y  new tokens of an answer, at most
     V  vocabulary
-    K  the likeliest tokens, among which top_k and top_p choose
-    S  tokens that end an answer
-    X  tokens of the longest prompt with its answer, at most
 """
 
 import contextlib
@@ -50,12 +47,10 @@ def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> 
         parts = zip(logits_BV.split(rows), u_B.split(rows))
         return torch.cat([choose_token(logits_bV, u_b, args) for logits_bV, u_b in parts])
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
-    if args.top_k or args.top_p < 1:
-        V = p_BV.shape[1]
-        # the k tokens are taken by index, not by a threshold: in bfloat16 other logits may equal the k-th
-        sorted_BK, token_BK = p_BV.topk(min(args.top_k or V, V))
-        outside_BK = cumsum(sorted_BK) - sorted_BK >= args.top_p * sorted_BK.sum(-1, keepdim=True)
-        p_BV = torch.zeros_like(p_BV).scatter(1, token_BK, sorted_BK.masked_fill(outside_BK, 0))
+    if args.top_p < 1:
+        sorted_BV, token_BV = p_BV.topk(p_BV.shape[1])
+        outside_BV = cumsum(sorted_BV) - sorted_BV >= args.top_p * sorted_BV.sum(-1, keepdim=True)
+        p_BV = torch.zeros_like(p_BV).scatter(1, token_BV, sorted_BV.masked_fill(outside_BV, 0))
     cdf_BV = cumsum(p_BV)
     return (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
 

@@ -29,7 +29,7 @@ class Settings(online.Settings):
         refuse_unless(args.num_generations > 1, several)
         sampler = "the ratio is that to the policy which gave the answers, at temperature 1"
         refuse_unless(args.reference == "last", f"online.reference: {sampler}")
-        for name in ("temperature", "top_k", "top_p"):
+        for name in ("temperature", "top_p"):
             is_default = getattr(args, name) == getattr(Sampling, name)
             refuse_unless(is_default, f"online.{name}: {sampler}")
         refuse_unless(args.cut == "judge", "online.cut: the checker judges all answers")

@@ -149,7 +149,7 @@ class Server:
         params = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
+            "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,

@@ -186,8 +186,6 @@ class Sampling:
 
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_k: PositiveInt | None = None
-    """Sample among the k likeliest tokens only. null: among all."""
     top_p: UpToOne = 1.0
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
     stop: list[str] = field(default_factory=list)

@@ -120,13 +120,13 @@ def test_both_kinds_of_server_answer_with_the_policy_of_each_iteration(
 def test_all_settings_of_sampling_reach_the_server_and_an_answer_keeps_its_end(
     tiny, demos, tmp_path
 ):
-    argv = ("--online.temperature=0.7", "--online.top_k=9", "--online.top_p=0.9",
+    argv = ("--online.temperature=0.7", "--online.top_p=0.9",
             '--online.stop=["e","the"]', "--online.max_iterations=1")  # fmt: skip
     with running(tiny, tmp_path / "log") as server:
         run = go(tiny, demos, tmp_path / "run", server, *argv)
     assert run["rows"][0]["engine/gap"] < 1e-5, "log-probs are those of temperature 1"
     body = asked(tmp_path / "log", "/v1/completions")[0]
-    expected = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_tokens": 0, "stop": ["e", "the"], "max_tokens": 6,
+    expected = {"temperature": 0.7, "top_k": -1, "top_p": 0.9, "min_tokens": 0, "stop": ["e", "the"], "max_tokens": 6,
                 "repetition_penalty": 1.0, "stop_token_ids": [0], "include_stop_str_in_output": True}  # fmt: skip
     assert {name: body[name] for name in expected} == expected
     ends = [a["ids"] for a in answers(tmp_path / "run", 1) if len(a["ids"]) < 6]

@@ -143,7 +143,7 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-3 if name == "muon" else 1e-4)
 
 
-GRPO_REFUSES = ("num_generations=1", "reference=first", "temperature=0.7", "top_k=1", "top_p=0.9",
+GRPO_REFUSES = ("num_generations=1", "reference=first", "temperature=0.7", "top_p=0.9",
                 "cut=drop", "balance=true")  # fmt: skip
 
 

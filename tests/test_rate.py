@@ -222,7 +222,7 @@ def test_a_bad_line_of_an_old_file_is_refused_and_nothing_is_written(text, fault
 # ---- answers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["--top_k=5", "--plain=true"])
+@pytest.mark.parametrize("setting", ["--plain=true"])
 def test_a_setting_that_a_server_does_not_get_is_refused(setting, tmp_path):
     argv = ["--server=http://127.0.0.1:9", "--model=m", setting]
     code, _, said = Started(tmp_path / "out", "rate", argv).ended()

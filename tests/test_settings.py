@@ -290,7 +290,7 @@ ODD = {
     "max_steps": 7, "val_interval": 2,
     "save_interval": "0.001 epochs", "keep_best": "Größe 'x'\n", "progress": False, "data.val": "-v", "data.test": "on",
     "data.date": "2026-01-31", "data.labels": "up=4|5", "optim.lr": 1e-7, "optim.warmup": "1 epoch",
-    "kto.beta": 0.1 + 0.2, "eval.stop": ["\n", "a: b"], "eval.top_k": None,
+    "kto.beta": 0.1 + 0.2, "eval.stop": ["\n", "a: b"],
 }  # fmt: skip
 
 
