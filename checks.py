@@ -235,10 +235,6 @@ def check_merging(cfg: RunSettings, instead: str = "") -> None:
         not cfg.lora.quantize,
         f"lora.quantize: {merged}, which a quantised base cannot take{instead}",
     )
-    refuse_unless(
-        cfg.precision != "bf16-true",
-        f"precision: bf16-true: {merged}, and a bfloat16 base would lose them to rounding; use bf16-mixed{instead}",
-    )
 
 
 def check_optimizer(

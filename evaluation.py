@@ -30,6 +30,7 @@ from models.export import export_checkpoint, exported_type, make_card
 from models.hub import Source, read_json
 from models.load import load_model
 from models.lora import gather_adapters, write_peft
+from models.quantize import round_matrices
 from objective import copied_to_cpu, join_columns
 from packing import prompt_groups
 from records.examples import Example
@@ -457,7 +458,10 @@ def exported_weights(run: Any, name: str) -> Iterator[None]:
     collective."""
     weights = None
     if run.fabric.global_rank == 0 or run.cfg.strategy != "fsdp":
-        weights = load_model(Source(run.folder / name), dtype=None).unique_parameters()
+        model = load_model(Source(run.folder / name), dtype=None)
+        if run.cfg.lora.rank:
+            round_matrices(model, run.cfg.precision)
+        weights = model.unique_parameters()
     dtype = exported_type(run.source, run.cfg)
     with other_weights(run.policy, run.reference, weights, dtype):
         yield

@@ -19,6 +19,7 @@ from infra.console import BadInput, progress, rank, say, user_error
 from infra.devices import all_reduce, local_part, place_like, set_weights, to_device
 from infra.files import write_whole
 from infra.optimizer import Plan
+from infra.rounding import round_at_random
 from infra.settings import RunSettings
 from model import Scores
 from models.lora import disable_adapters, plain_name
@@ -275,7 +276,7 @@ def other_weights(
         new = torch.zeros(p.shape)  # an adapter's B; and where rank 0's values count
         if weights and "lora_B" not in name:
             new = weights.pop(plain_name(name))
-        new = place_like(new.detach().to(p.dtype), p)
+        new = place_like(round_at_random(new.detach(), p.dtype, name), p)
         if not torch.equal(local_part(new), local_part(p)):
             aside[name] = narrowed(p, dtype)
             p.detach().copy_(new)

@@ -54,11 +54,13 @@ from infra.devices import (
 from infra.logger import Logger, Throughput
 from infra.optimizer import make_optimizer, what_trains
 from infra.program import program_hash
+from infra.rounding import dtype_of
 from infra.seeds import mixed
 from infra.settings import RunSettings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module
 from models.lora import merged_weights, reset_adapters
+from models.quantize import round_matrices
 from objective import Objective
 from records.examples import (
     Example,
@@ -164,13 +166,15 @@ class Run:
         LoRA's adapters are merged into the base, which is their reference, and begin anew with the optimizer's state.
         A collective."""
         check_new_reference(self.cfg, self.reference is not None, share)
-        weights = self.merged_weights()
+        seed = mixed(self.cfg.seed, self.state.step)
+        multiplies_bfloat16 = self.cfg.precision.startswith("bf16")
+        weights = self.merged_weights(torch.bfloat16 if multiplies_bfloat16 else None, seed)
         if isinstance(self.reference, AdaptersOff):
             self.reference.set_weights(weights)
             reset_adapters(self.policy.module, self.cfg.seed + 7919 * self.state.iteration)
             self.optimizer.optimizer.state.clear()
         else:
-            self.reference.set_weights(weights, share, mixed(self.cfg.seed, self.state.step))
+            self.reference.set_weights(weights, share, seed)
         # at step 0 they are equal already, unless the reference is another model
         if self.state.step > 0 or self.cfg.reference:
             self.state.reference_has_moved = True
@@ -181,14 +185,21 @@ class Run:
         """The weights that the run, or its reference, started from, read again."""
         is_another = of_reference and self.cfg.reference
         source = find_model(self.cfg.reference) if is_another else self.source
-        return load_model(source, dtype=torch.get_default_dtype()).unique_parameters()
+        model = load_model(source, dtype_of(self.cfg.precision))
+        if is_another or self.cfg.lora.rank or source.base:
+            round_matrices(model, self.cfg.precision)
+        return model.unique_parameters()
 
-    def merged_weights(self) -> dict[str, torch.Tensor]:
+    def merged_weights(
+        self, dtype: torch.dtype | None = None, seed: int = 0
+    ) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, whole, with adapters merged in and without the objective's module;
-        of a sharded policy rank 0 alone has their values. A collective."""
-        # a quantised base holds rounded numbers, so the source's weights are read again
-        base = self.first_weights() if self.cfg.lora.quantize else None
-        return merged_weights(self.policy.module, base)
+        of a sharded policy rank 0 alone has their values. dtype, seed: of the rounding of what is merged (see
+        lora.merged_weights). A collective."""
+        base = None
+        if self.cfg.lora.quantize:  # a quantised base holds rounded numbers
+            base = load_model(self.source, torch.get_default_dtype()).unique_parameters()
+        return merged_weights(self.policy.module, base, dtype, seed)
 
     # ---- checkpoints, and the end
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infra.console import BadInput, Failed, Interrupted, launched, launcher, rank, say, user_error
 from infra.launchers import resolve_processes
-from infra.rounding import is_narrower, round_at_random
+from infra.rounding import round_at_random
 from infra.settings import RunSettings, refuse_unless
 
 # Nearly every batch has a new size, which fragments a GPU's memory unless segments can be expanded: GPT-2 1.5B with
@@ -289,11 +289,7 @@ def moved(
     """A weight after a move by a share towards the target, in its own dtype. seed, name: see round_at_random."""
     wide = torch.promote_types(x.dtype, torch.float32)
     exact = x.to(wide).lerp(target.to(wide), share)
-    if not is_narrower(x.dtype, wide):
-        return exact
-    # In training most weights move by one spacing of bfloat16 or by none. Rounding to nearest would turn a share of 0.4
-    # into 0, and a share of 0.6 into 1.
-    return round_at_random(exact, x.dtype, seed, name)
+    return round_at_random(exact, x.dtype, name, seed)
 
 
 # ---- when a run ends early -----------------------------------------------------------------------

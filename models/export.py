@@ -172,8 +172,7 @@ def export(
         if last_of[r.name] == name:
             del weights[r.name]
         weight = hf_weights[name]
-        if weight.dtype in (torch.bfloat16, torch.float16):
-            x = round_at_random(x, weight.dtype, seed, name)
+        x = round_at_random(x, weight.dtype, name, seed)
         # A new tensor. To write into the old one, which is mapped from the source's file, would first copy it into
         # memory.
         weight.data = torch.empty_like(weight).copy_(x)

@@ -23,7 +23,7 @@ from torch import nn
 from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
-from infra.rounding import is_narrower, widest
+from infra.rounding import is_narrower, round_at_random, widest
 from infra.settings import find_path, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
@@ -318,10 +318,10 @@ def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
 
 def weights_hash(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> str:
     """A hash of weights with their names, shapes and dtypes; their order does not matter. dtype: hash what the
-    weights are in this type."""
+    weights are when load_model has read them in this type."""
     h = hashlib.sha256()
     for name, x in sorted(weights.items()):
-        x = x.detach().to("cpu", dtype or x.dtype)
+        x = round_at_random(x.detach().cpu(), dtype or x.dtype, name)
         h.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         h.update(x.flatten().view(torch.uint8).numpy())
     return h.hexdigest()

@@ -26,7 +26,7 @@ from head import logp_of
 from infra.checkpoint import read_settings, read_tensors
 from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
-from infra.rounding import dtype_of, is_narrower
+from infra.rounding import dtype_of, is_narrower, round_at_random
 from infra.settings import Lora, RunSettings
 from model import GPT, Block, Packed
 from models.hub import (
@@ -53,7 +53,7 @@ from models.lora import (
     read_peft,
     take_out_adapters,
 )
-from models.quantize import freeze, quantize_base
+from models.quantize import freeze, quantize_base, round_matrices
 from objective import Objective
 from packing import pack
 from records.examples import Example
@@ -62,13 +62,16 @@ from sampler import KVCache
 
 
 def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.float32) -> Packed:
-    """A model on the CPU, in eval mode, with its weights in `dtype`; None: in the type of its files, but in float32
-    if adapters or trained weights were put into it. Raises BadInput."""
+    """A model on the CPU, in eval mode, with its weights in `dtype`, to which they are rounded at random; None: in the
+    type of its files, but in float32 if adapters or trained weights were put into it. Raises BadInput."""
     if not isinstance(source, Source):
         source = find_model(str(source))
     # reading may draw random numbers; adapters, drawn later, must depend on torch's seed alone
     with torch.random.fork_rng(devices=[]):
         gpt = _load_plain(source, torch.promote_types(dtype or torch.float32, torch.float32)).eval()
+    if dtype:
+        for name, p in gpt.unique_parameters().items():
+            p.data = round_at_random(p.data, dtype, name)
     if isinstance(gpt, GPT):
         return gpt.to(dtype) if dtype else gpt
     # Copies: the weights of a file that is mapped into memory lie at odd addresses, where some products round
@@ -446,7 +449,11 @@ def load_policy_and_reference(
     if cfg.reference:  # two models with the same weights may still compute differently
         config = (other_source.root / "config.json").read_bytes()
         hashes["reference config"] = hashlib.sha256(config).hexdigest()
+    if other:
+        round_matrices(other, cfg.precision)
     if policy:
+        if cfg.lora.rank or source.base:
+            round_matrices(policy, cfg.precision)
         add_adapters(policy, cfg.lora)
         if cfg.lora.rank:
             say_untrained_ends(policy, tokenizer, examples)
@@ -485,9 +492,11 @@ def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Exam
             last_ids.update(ids[-2:].tolist())
     w_VC = policy.lm_head.weight
     for i in sorted(last_ids.intersection(tokenizer.stops)):
-        # such a row is 0, or equal to those of the other tokens that were never trained
-        n_equal = (w_VC == w_VC[i]).all(1).sum()
-        if n_equal > 1 or w_VC[i].abs().max() <= 1e-16:
+        # Such a row is 0, or equal to those of the other tokens that were never trained. Equal rows may have been
+        # rounded to neighbours in bfloat16. Their first columns are enough to compare.
+        row = w_VC[i]
+        n_equal = torch.isclose(w_VC[:, :32], row[:32], rtol=2**-7, atol=0).all(1).sum()
+        if n_equal > 1 or row.abs().max() <= 1e-16:
             token = tokenizer.decode([i], special_tokens=True)
             advice = "train in full" if policy.tied else "add lm_head to lora.targets"
             say(

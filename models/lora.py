@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from infra.console import BadInput, rank, user_error
 from infra.devices import gather_tensor, place_like
-from infra.rounding import is_narrower, round_at_random
+from infra.rounding import round_at_random
 from infra.settings import Lora
 from models.hub import Source, read_json
 
@@ -181,8 +181,7 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
     matrix. Afterwards the layers have the same tensor objects as before. Sharded and quantised matrices
     stay as they are.
 
-    In bfloat16 most of what adapters have learned is below half of a weight's spacing: rounded to nearest, the
-    answers would be those of a policy with less training. So the sums are rounded at random, always alike."""
+    The sums are rounded at random: see round_at_random."""
     layers = {layer.linear: layer for layer in _adapted_layers(model).values()}
     weights = {}
     names = {}
@@ -193,9 +192,8 @@ def merge_for_sampling(model: nn.Module, dtype: torch.dtype):
         for linear, w in weights.items():
             if layer := layers.get(linear):
                 delta = layer.get_lora_AB()
-                w = w.to(dtype) + delta  # as in training, where autocast rounds the base to nearest
-                if is_narrower(dtype, w.dtype):
-                    w = round_at_random(w, dtype, seed=0, name=names[linear])
+                # as in training, where autocast rounds the base to nearest
+                w = round_at_random(w.to(dtype) + delta, dtype, names[linear])
                 layer.merged = True  # the layer then takes its matrix alone
             linear.weight = nn.Parameter(w.to(dtype), requires_grad=False)
         yield
@@ -247,9 +245,15 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, torch.Tensor]:
+def merged_weights(
+    model: nn.Module,
+    base: Mapping | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
     """The weights of a model by their plain names, whole and on the CPU, with its adapters merged
-    in. base: weights to use in place of the model's own, if those are rounded. A collective if the
+    in. base: weights to use in place of the model's own, if those are rounded. dtype: what the merged matrices are
+    rounded to, at random by this seed; None: they stay in float32. A collective if the
     model is sharded: then rank 0 alone returns the values."""
     params = model.unique_parameters()
     is_sharded = any(isinstance(p, DTensor) for p in params.values())
@@ -269,6 +273,9 @@ def merged_weights(model: nn.Module, base: Mapping | None = None) -> dict[str, t
             w = w.to(torch.promote_types(w.dtype, torch.float32), copy=True)
         weights[name] = w
     merge_adapters(weights, adapters, model)
+    if dtype:
+        for name in {model.rows[f"{layer}.weight"].name for layer in adapters}:
+            weights[name] = round_at_random(weights[name], dtype, name, seed)
     return weights
 
 

@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits: a base in 4 bits under adapters (QLoRA), a reference in bfloat16."""
+"""Weights in fewer bits: a base in 4 bits under adapters (QLoRA), matrices in bfloat16."""
 
 import logging
 
@@ -7,6 +7,7 @@ from torch import nn
 
 from head import autocast
 from infra.console import BadInput
+from infra.rounding import round_at_random
 
 
 def quantize_base(model: nn.Module, device: torch.device | str) -> None:
@@ -35,6 +36,17 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
         # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
         new.train = lambda mode=True, new=new: new
         model.blocks.set_submodule(name, new)
+
+
+@torch.no_grad()
+def round_matrices(model: nn.Module, precision: str) -> None:
+    """In bf16-mixed give a model's matrices numbers that bfloat16 has, by rounding at random. Autocast, which rounds
+    matrices to nearest at each product, then changes nothing. Not for a model that is trained in full: it would not
+    compute its small steps on average either, since they all begin at a number of bfloat16."""
+    if precision == "bf16-mixed":
+        for name, p in model.unique_parameters().items():
+            if p.dim() > 1:
+                p.copy_(round_at_random(p, torch.bfloat16, name))
 
 
 @torch.no_grad()

@@ -412,17 +412,17 @@ def test_a_number_is_rounded_to_a_neighbour_and_is_right_on_average(dtype):
     limits = torch.finfo(dtype)
     power = 2.0 ** torch.floor(torch.log2(x.abs().double()))
     spacing = (power * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
-    draws = [round_at_random(x, dtype, seed, "w").double() for seed in range(100)]
+    draws = [round_at_random(x, dtype, "w", seed).double() for seed in range(100)]
     for draw in draws:
         assert ((draw - x.double()).abs() < spacing).all(), "one of the two neighbours"
     off = (torch.stack(draws).mean(0) - x.double()) / spacing
     assert off.abs().max() < 0.3 and off.mean().abs() < 1e-3
     assert (error / spacing).abs().mean() > 0.1, "else nothing was rounded"
     exact = torch.cat([nearest.float(), torch.tensor([0.0, -0.0, 1.0])])
-    same_bits = round_at_random(exact, dtype, 1, "w").view(torch.int16)
+    same_bits = round_at_random(exact, dtype, "w", 1).view(torch.int16)
     assert torch.equal(same_bits, exact.to(dtype).view(torch.int16))
-    assert torch.equal(draws[7], round_at_random(x, dtype, 7, "w").double())
-    assert not torch.equal(draws[7], round_at_random(x, dtype, 7, "v").double())
+    assert torch.equal(draws[7], round_at_random(x, dtype, "w", 7).double())
+    assert not torch.equal(draws[7], round_at_random(x, dtype, "v", 7).double())
 
 
 def test_code_that_a_config_names_goes_along_and_is_not_run(llama, rated, tmp_path, monkeypatch):

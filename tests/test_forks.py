@@ -884,8 +884,6 @@ def test_adapters_that_would_be_merged_into_a_rounded_base_are_refused():
 
     with pytest.raises(BadInput, match="^lora.quantize: "):
         check_new_reference(cfg(quantize="nf4"), True, 1.0)
-    with pytest.raises(BadInput, match="^precision: bf16-true: "):
-        check_new_reference(cfg(), True, 1.0)
     with pytest.raises(BadInput, match="^new_reference: this objective has no reference"):
         check_new_reference(cfg(), False, 1.0)
 

@@ -79,7 +79,7 @@ BUDGETS = {
     "checks.py": 2_800,
     "data.py": 2_400,
     "dpo.py": 1_050,
-    "evaluation.py": 3_350,
+    "evaluation.py": 3_400,  # the export is measured with its matrices rounded at random
     "export.py": 300,
     "generate.py": 1_650,
     "head.py": 1_350,
@@ -92,13 +92,13 @@ BUDGETS = {
     "reference.py": 1_700,
     "report.py": 1_150,
     "rollout.py": 2_250,
-    "run.py": 1_900,
+    "run.py": 1_950,  # merged adapters are rounded at random
     "sampler.py": 2_550,
     "spin.py": 1_100,
     "sweep.py": 650,
     "trainer.py": 3_700,
     "infra/": 13_950,  # lists of texts are read by us, so that [no, 10] holds two texts
-    "models/": 11_850,
+    "models/": 12_000,  # weights are rounded at random where they are read and merged
     "records/": 27_550,
     "convert/": 8_500,
     "rate/": 3_400,  # with the page, which is in records/ today
@@ -107,7 +107,7 @@ BUDGETS = {
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 43
-TOKENS_OF_A_RUN = 76_200
+TOKENS_OF_A_RUN = 76_350
 
 
 def n_tokens(file: Path) -> int:

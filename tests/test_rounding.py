@@ -1,0 +1,161 @@
+"""What was learned is kept wherever trained weights become numbers of bfloat16.
+
+Small steps of a LoRA run change a matrix of bfloat16 by less than half of its spacing: rounded to nearest, a third of
+the margin would be lost."""
+
+import copy
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import PARITY, start, train
+from tiny_models import load_transformers, logits
+
+from models import load
+from trainer import Trainer
+
+RATED = [
+    {"prompt": f"question {i}", "completion": f" answer {i} {'yes' if i % 2 else 'no'}"}
+    for i in range(32)
+]
+OPTIONS = ("--batch_size=8", "--eval.samples=0", "--lora.rank=8", "--lora.alpha=16")
+
+
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rated") / "rated.jsonl"
+    rows = [record | {"label": i % 2 == 1} for i, record in enumerate(RATED)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A Llama in bfloat16."""
+    folder = tmp_path_factory.mktemp("base")
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=512)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, initializer_range=0.05)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def week_1(base, rated, tmp_path_factory):
+    """A run with adapters and small steps."""
+    out = tmp_path_factory.mktemp("runs") / "week-1"
+    argv = ("--precision=32-true", "--epochs=2", "--optim.lr=5e-5")
+    train(base, rated, out, *OPTIONS, *argv)
+    step = max((out / "checkpoints").iterdir())
+    start("export", [str(step), "--out", str(out / "float32"), "--dtype=float32"])
+    return out
+
+
+@torch.no_grad()
+def margin(logits_of, base) -> float:
+    """Mean log-prob of the good completions minus that of the bad ones. logits_of: token ids -> logits (T, V)"""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    sums = [0.0, 0.0]
+    for i, record in enumerate(RATED):
+        prompt, completion = (tokenizer.encode(x) for x in record.values())
+        ids = [*prompt, *completion, tokenizer.eos_token_id]
+        logp_TV = logits_of(ids).double().log_softmax(-1)
+        for t in range(len(prompt), len(ids)):
+            sums[i % 2] += logp_TV[t - 1, ids[t]].item()
+    return (sums[1] - sums[0]) / 16
+
+
+def margin_of_peft(base, adapter=None) -> float:
+    hf = load_transformers(base).float()
+    if adapter:
+        hf = peft.PeftModel.from_pretrained(hf, adapter).eval()
+    return margin(lambda ids: hf(input_ids=torch.tensor([ids])).logits[0], base)
+
+
+@torch.no_grad()
+def margin_as_multiplied(gpt, base, precision: str) -> float:
+    """In float32, by the matrices that a run of this precision multiplies by: autocast rounds them to nearest."""
+    gpt = copy.deepcopy(gpt).float().eval()
+    for name, p in gpt.named_parameters():
+        if precision == "bf16-mixed" and p.dim() > 1 and "lora_" not in name:
+            p.copy_(p.bfloat16())
+    return margin(lambda ids: logits(gpt, ids), base)
+
+
+class Look(Trainer):
+    """Keeps the reference at the run's end, which is the policy unless the run has a reference of its own."""
+
+    moves_reference = False
+
+    def finish(self):
+        super().finish()
+        run = self.run
+        if self.moves_reference:
+            run.new_reference()
+        model = run.reference.model if run.cfg.reference else run.policy.module
+        Look.model = copy.deepcopy(model)
+
+
+class MovedReference(Look):
+    """The policy becomes the reference, as between two iterations."""
+
+    moves_reference = True
+
+
+NO_STEP = ("--max_steps=1", "--optim.lr=0")
+STEPS = ("--epochs=2", "--optim.lr=5e-5")
+PLACES = {
+    "an adapter as --model": ("--model=final_adapter", *NO_STEP),
+    "an adapter as --model, trained in full": (
+        "--model=final_adapter",
+        "--lora.rank=null",
+        *NO_STEP,
+    ),
+    "a checkpoint as --model": ("--model=checkpoint", *NO_STEP),
+    "an export in float32 as --model": ("--model=float32", *NO_STEP),
+    "an adapter as --reference": ("--reference=final_adapter", *NO_STEP),
+    "an export in float32 as --reference": ("--reference=float32", *NO_STEP),
+    "the reference moves": ("--reference=base", *STEPS),
+    "adapters are merged between iterations": STEPS,
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_learned_is_left_where_weights_become_coarser(
+    place, precision, base, rated, week_1, tmp_path
+):
+    argv = PLACES[place]
+    if precision == "bf16-true" and "--lora.rank=null" in argv:
+        pytest.skip("full fine-tuning is refused in bf16-true")
+    folders = {
+        "base": base,
+        "final_adapter": week_1 / "final_adapter",
+        "float32": week_1 / "float32",
+        "checkpoint": max((week_1 / "checkpoints").iterdir()),
+    }
+    named = [x.partition("=") for x in argv]
+    argv = [name + eq + str(folders.get(value, value)) for name, eq, value in named]
+    trainer = Look if NO_STEP[0] in argv else MovedReference
+    out = tmp_path / "run"
+    train(base, rated, out, *OPTIONS, f"--precision={precision}", *argv, trainer=trainer)
+    adapter = (week_1 if trainer is Look else out) / "final_adapter"
+    before = margin_of_peft(base)
+    learned = margin_of_peft(base, adapter) - before
+    left = (margin_as_multiplied(Look.model, base, precision) - before) / learned
+    assert 0.97 < left < 1.06
+
+
+def test_a_program_that_asks_a_model_in_bfloat16_has_all_that_was_learned(base, week_1):
+    """generate.py and rate.py on a GPU."""
+    before = margin_of_peft(base)
+    learned = margin_of_peft(base, week_1 / "final_adapter") - before
+    for folder in ("float32", "final_adapter"):
+        gpt = load.load_model(week_1 / folder, torch.bfloat16)
+        left = (margin_as_multiplied(gpt, base, "bf16-true") - before) / learned
+        assert 0.97 < left < 1.06, folder
