@@ -20,7 +20,7 @@ import jsonargparse
 import yaml
 
 from infra.console import BadInput, command_line, say, user_error
-from infra.settings import ROOT, Epochs, find_path, flatten
+from infra.settings import ROOT, Epochs, find_path, flatten, read_text
 
 
 def parse(cls, argv: list[str] | None, objective, demo: str):
@@ -181,7 +181,7 @@ def read_yaml(text: str) -> typing.Any:
 def read_config_file(file: str) -> dict[str, object]:
     """The settings of a YAML file by dotted names: texts, lists or None. Raises BadInput."""
     with user_error("config", file):
-        groups = read_yaml(find_path(file).read_text(encoding="utf-8"))
+        groups = read_yaml(read_text(find_path(file)))
     if not isinstance(groups, dict):
         raise BadInput(f"config: {file}: expected settings, `name: value`")
     return flatten(groups)

@@ -46,6 +46,11 @@ def find_path(source: str) -> Path:
     return path
 
 
+def read_text(file: Path) -> str:
+    """The text of a user's file, without the byte order mark that some editors of Windows put before it."""
+    return file.read_text(encoding="utf-8-sig")
+
+
 def split_commas(text: str | None) -> list[str]:
     """The parts of a setting that holds several: `a, b` gives ["a", "b"], and None gives []."""
     return [part.strip() for part in text.split(",")] if text else []

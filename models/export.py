@@ -1,7 +1,7 @@
 """How a model is written: as a Hugging Face folder, in the types of its source, with a card. (PEFT's
 adapters: lora.py.)"""
 
-import shutil
+import codecs
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ import yaml
 
 from infra.checkpoint import read_settings, read_state
 from infra.rounding import dtype_of, is_narrower, round_at_random, widest
-from infra.settings import RunSettings, refuse_unless
+from infra.settings import RunSettings, read_text, refuse_unless
 from model import GPT, Block
 from models.hub import (
     Rows,
@@ -179,7 +179,7 @@ def export(
     hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
     hf.save_pretrained(out, max_shard_size="5GB")
     for file in source.files:
-        shutil.copyfile(file, out / file.name)
+        copy_text(file, out / file.name)
     numbers_of = Counter()
     for p in hf.parameters():
         numbers_of[p.dtype] += p.numel()
@@ -188,11 +188,16 @@ def export(
     if templates.exists():
         (out / templates.name).mkdir()  # not copytree, which also copies modes
         for file in templates.iterdir():
-            shutil.copyfile(file, out / templates.name / file.name)
+            copy_text(file, out / templates.name / file.name)
     for name, text in notes.items():
         (out / name).write_text(text)
     if "chat_template.jinja" in notes:
         _say_template_in_config(out / "tokenizer_config.json", notes["chat_template.jinja"])
+
+
+def copy_text(file: Path, copy: Path) -> None:
+    """Copy a file without its byte order mark, which would begin every prompt if the file is a chat template."""
+    copy.write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
 
 
 def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | None = None) -> None:
@@ -218,7 +223,7 @@ def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | Non
     library = "transformers" if GPT.block_class is Block else None
     notes = {"README.md": make_card(source, library)}
     if source.chat_template:
-        notes["chat_template.jinja"] = source.chat_template.read_text()
+        notes["chat_template.jinja"] = read_text(source.chat_template)
     generation = source.folder / "generation_config.json"
     if generation.exists():  # the chat template ends an answer in another token than the model
         notes[generation.name] = generation.read_text()

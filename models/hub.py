@@ -24,7 +24,7 @@ from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
 from infra.rounding import is_narrower, round_at_random, widest
-from infra.settings import find_path, refuse_unless
+from infra.settings import find_path, read_text, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
@@ -191,7 +191,7 @@ def root_id(source: Source) -> str | None:
 
 def read_json(file: Path) -> dict:
     with user_error(None, file):
-        return json.loads(file.read_text())
+        return json.loads(read_text(file))
 
 
 def write_config(file: Path, config: dict) -> None:

@@ -12,7 +12,7 @@ from itertools import islice
 
 from infra.console import BadInput, user_error
 from infra.parse import parse_command, read_yaml, split_options
-from infra.settings import Data, find_path, split_commas
+from infra.settings import Data, find_path, read_text, split_commas
 from models.hub import context_of, find_model, read_config
 from records.examples import load_splits, with_limits
 from records.foreign import Reader
@@ -79,7 +79,7 @@ def parse_page(words: list[str]) -> PageSettings:
         group = None
         if file and file.exists():
             with user_error("config", str(file)):
-                group = read_yaml(file.read_text(encoding="utf-8"))
+                group = read_yaml(read_text(file))
         if isinstance(group, dict) and isinstance(group.get("data"), dict):
             presets |= group["data"]
             if "model" in group:

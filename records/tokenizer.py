@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infra.console import BadInput, say, user_error
-from infra.settings import find_path, refuse_unless, split_commas
+from infra.settings import find_path, read_text, refuse_unless, split_commas
 from models.hub import Source, read_json
 from records.forms import Record
 from records.template import MARK, ChatTemplate
@@ -55,7 +55,8 @@ class Tokenizer:
             self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
         with user_error("data.chat_template"):
             if file := find_path(chat_template) if chat_template else source.chat_template:
-                self.hf.chat_template = file.read_text(encoding="utf-8")
+                self.hf.chat_template = read_text(file)
+            self.hf.chat_template = without_mark(self.hf.chat_template)
             # a model may have several, by name: the one that is for dialogues without tools
             self.template = self.hf.chat_template and self.hf.get_chat_template()
         with user_error("data.date", date):
@@ -238,6 +239,13 @@ def batches_of(texts: list[tuple[str, list[str]]]) -> Iterator[list[tuple[str, l
             letters = 0
     if batch:
         yield batch
+
+
+def without_mark(template: str | dict | None) -> str | dict | None:
+    """A chat template, or several by name, without the byte order mark that transformers reads as a letter."""
+    if isinstance(template, dict):
+        return {name: without_mark(text) for name, text in template.items()}
+    return template and template.removeprefix("\ufeff")
 
 
 def template_kwargs(text: str | None) -> dict:

@@ -240,6 +240,36 @@ def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(rea
             ids({"completion": [bot("c")]} | record, Tokenizer(Source(real(name))))
 
 
+RECORD = rated([user("Hi")], [bot("Ho")])
+TEXT_FILES = {  # a text file -> its content, and the options that name it
+    "own.jinja": (tokens.CHATML, "--chat_template"),
+    "model/chat_template.jinja": (tokens.CHATML, ""),
+    "data.yaml": ("data:\n  max_prompt: 100\n", "--config"),
+    "d.jsonl": (f"{json.dumps(RECORD)}\n", "--val"),
+    "d.json": (json.dumps([RECORD]), "--val"),
+    "lines.json": (f"{json.dumps(RECORD)}\n" * 2, "--val"),
+    "d.csv": ("prompt,completion,label\nHi,Ho,1\n", "--val"),
+    "d.tsv": ("prompt\tcompletion\tlabel\nHi\tHo\t1\n", "--val"),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_a_byte_order_mark_before_a_text_file_changes_nothing(name, tiny, tmp_path, shown):
+    """Notepad and PowerShell write it."""
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(tokens.CHATML)
+    content, option = TEXT_FILES[name]
+    argv = [write(tmp_path / "train.jsonl", RECORD), "--model", model]
+    if option:
+        argv += [option, tmp_path / name]
+    said = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / name).write_text(content, encoding=encoding)
+        said.append(shown(*argv))
+    assert said[0] == said[1]
+    assert "'<|im_start|>user\\nHi<|im_end|>" in said[0]
+
+
 def test_a_template_that_ends_no_answer_is_said(tiny, tmp_path, shown):
     """GLM's closes a turn by the next turn's mark."""
     model = shutil.copytree(tiny, tmp_path / "glm")

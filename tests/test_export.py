@@ -569,7 +569,7 @@ def test_an_export_has_the_template_of_its_run_wherever_a_program_looks(llama, r
     base, template = tmp_path / "base", tmp_path / "own.jinja"
     shutil.copytree(llama, base)
     own = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-    template.write_text(own)
+    template.write_text(own, encoding="utf-8-sig")  # no mark of byte order comes out
     file = base / "tokenizer_config.json"
     config = json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}
     file.write_text(json.dumps(config))
@@ -675,12 +675,17 @@ def test_an_export_is_replaced_whole_though_another_program_has_a_file_of_it_ope
     assert seen and all(seen), "whole, or not there for a moment"
 
 
+CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
 def test_a_folder_of_templates_beside_the_tokenizer_is_exported(tiny, ratings, tmp_path):
     """Command-R's tokenizer and others have several templates; transformers writes all but the default into it."""
     source = shutil.copytree(tiny, tmp_path / "model")
     more = source / "additional_chat_templates" / "tool_use.jinja"
     more.parent.mkdir()
     for file in (source / "chat_template.jinja", more):
-        file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        file.write_text(CONTENTS, encoding="utf-8-sig")
     train(source, ratings, tmp_path / "run", "--batch_size=6", "--max_steps=1")
-    assert (tmp_path / "run/final" / more.relative_to(source)).read_text() == more.read_text()
+    for file in (source / "chat_template.jinja", more):
+        exported = tmp_path / "run/final" / file.relative_to(source)
+        assert exported.read_text() == CONTENTS, "without the mark of byte order"

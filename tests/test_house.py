@@ -97,17 +97,17 @@ BUDGETS = {
     "spin.py": 1_100,
     "sweep.py": 650,
     "trainer.py": 3_700,
-    "infra/": 13_950,  # lists of texts are read by us, so that [no, 10] holds two texts
-    "models/": 12_000,  # weights are rounded at random where they are read and merged
-    "records/": 27_550,
+    "infra/": 14_000,  # lists of texts are read by us, so that [no, 10] holds two texts
+    "models/": 12_100,  # weights are rounded at random where they are read and merged
+    "records/": 27_850,
     "convert/": 8_500,
     "rate/": 3_400,  # with the page, which is in records/ today
-    "tests/": 138_000,
+    "tests/": 139_500,
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 43
-TOKENS_OF_A_RUN = 76_350
+TOKENS_OF_A_RUN = 76_800
 
 
 def n_tokens(file: Path) -> int:
