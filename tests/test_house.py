@@ -93,10 +93,10 @@ BUDGETS = {
     "report.py": 1_150,
     "rollout.py": 2_250,
     "run.py": 1_950,  # merged adapters are rounded at random
-    "sampler.py": 2_550,
+    "sampler.py": 2_500,
     "spin.py": 1_100,
     "sweep.py": 650,
-    "trainer.py": 3_700,
+    "trainer.py": 3_650,
     "infra/": 14_000,  # lists of texts are read by us, so that [no, 10] holds two texts
     "models/": 12_100,  # weights are rounded at random where they are read and merged
     "records/": 27_850,
