@@ -296,6 +296,8 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     if record.weight != 1:
         yield "with a weight other than 1"
     texts = answers + [turn["content"] for turn in as_turns(record.prompt)]
+    if any("\r" in (text or "") for text in texts):
+        yield "with a carriage return in a text, as line ends of Windows have it"
     tokens: set[str] = set()
     for text in texts:
         tokens.update(tokenizer.special_tokens_in(text or ""))

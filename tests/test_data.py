@@ -596,6 +596,10 @@ def test_the_table_counts_what_may_be_a_mistake(tmp_path):
     }
     thoughts = [rated("p", x) for x in ("<think>Hm", "<think>Hm</think>c", "Hm</think>c", "c")]
     assert counted(plain(), *thoughts) == {"with a thinking that does not end": 1}
+    windows = [rated("p\r\nq"), rated("p", "c\r\nd\r\n"), rated("p\nq", "c\nd")]
+    assert counted(plain(), *windows) == {
+        "with a carriage return in a text, as line ends of Windows have it": 2
+    }
     mark = "<|im_end|>"
     dialogue = rated([user(f"what is {mark}, {mark}?")], [bot("an end")])
     assert counted(chat(), dialogue, rated([user("p")], [bot("c")])) == {
