@@ -52,7 +52,8 @@ class Tokenizer:
         self.root = source.root
         with user_error("tokenizer", folder):
             self.hf = load_tokenizer(folder)
-            self.adds_space = self.hf.tokenize("a")[0][0] in "▁Ġ"
+            known = known_text(self.hf)
+            self.adds_space = self.hf.tokenize(known)[0][0] in "▁Ġ"
         with user_error("data.chat_template"):
             if file := find_path(chat_template) if chat_template else source.chat_template:
                 self.hf.chat_template = read_text(file)
@@ -71,10 +72,10 @@ class Tokenizer:
         # GPT-2 calls its EOS the unknown token, too, and needs none
         unknown = self.hf.unk_token_id
         self.unknown = None if unknown in (self.eos, self.bos) else unknown
-        # what stands before a letter that is encoded with all that the tokenizer adds
-        ids = self.hf("a").input_ids
-        (letter,) = self.encode(["a"])
-        starts = [i for i in range(len(ids)) if ids[i : i + len(letter)] == letter]
+        # what stands before a text that is encoded with all that the tokenizer adds
+        ids = self.hf(known).input_ids
+        (plain,) = self.encode([known])
+        starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
         self.prefix = ids[: starts[0]] if starts else []
         added = self.hf.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special]
@@ -292,6 +293,24 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         if of_class.eos_token in vocab:
             hf.eos_token = of_class.eos_token
     return hf
+
+
+def known_text(hf: PreTrainedTokenizerFast) -> str:
+    """A short text that the tokenizer knows. Some vocabularies have no letter `a`, such as that of a model of proteins.
+    Raises BadInput."""
+
+    def is_known(text: str) -> bool:
+        ids = hf(text, add_special_tokens=False).input_ids
+        return bool(ids) and hf.unk_token_id not in ids
+
+    if is_known("a"):
+        return "a"
+    words = {x for x in hf.get_vocab() if x[:1].isalnum()} - set(hf.all_special_tokens)
+    for word in sorted(words, key=lambda x: (len(x), x)):
+        if is_known(word):
+            return word
+    refuse_unless(hf.tokenize("a"), "no text has a token in its vocabulary")
+    return "a"
 
 
 def model_stops(folder: Path) -> list[int | None]:

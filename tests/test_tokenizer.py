@@ -66,6 +66,49 @@ def test_all_that_a_tokenizer_puts_before_a_text_begins_a_plain_prompt_and_stays
         assert e.prompt.tolist() == [*theirs("abcdef").input_ids[:2], *theirs("ef").input_ids[2:]]
 
 
+PROTEINS = ("ACDEFGHIKLMNPQRSTVWY", "MKTAYI", "AKQRQ")
+VOCABULARIES = {  # kind of model, the unknown token, before each text, (vocabulary, a prompt, an answer)
+    "letters": (tokenizers.models.BPE, None, None, PROTEINS),
+    "letters behind a space": (tokenizers.models.BPE, None, "Metaspace", (*PROTEINS, "▁")),
+    "letters behind an unknown token": (
+        tokenizers.models.BPE,
+        "<unk>",
+        "Metaspace",
+        (*PROTEINS, "▁"),
+    ),
+    "words": (tokenizers.models.WordLevel, None, "Whitespace", (["AUG", "GCC"], "AUG GCC", "GCC")),
+    "digits": (tokenizers.models.WordPiece, "<unk>", None, ("0123456789", "7", "1")),
+}
+
+
+@pytest.mark.parametrize("has_bos", [False, True])
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_a_vocabulary_without_the_letter_a_gives_its_own_ids(name, has_bos, tmp_path):
+    kind, unknown, splits, (pieces, prompt, answer, *more) = VOCABULARIES[name]
+    vocab = {x: i for i, x in enumerate(["<s>", "</s>", "<unk>", *pieces, *more])}
+    options = {"merges": []} if kind is tokenizers.models.BPE else {}
+    if unknown:
+        options["unk_token"] = unknown
+    t = tokenizers.Tokenizer(kind(vocab=vocab, **options))
+    t.add_special_tokens(["<s>", "</s>", "<unk>"])
+    if splits:
+        t.pre_tokenizer = getattr(tokenizers.pre_tokenizers, splits)()
+    if has_bos:
+        t.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    t.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": unknown}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
+    ours = Tokenizer(Source(tmp_path))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ((ids, (answer_ids,)),) = ours.encode_all([(prompt, [answer])], by_template=False)
+    assert ids == theirs.encode(prompt).ids and len(ids) > has_bos
+    assert ours.adds_space == (splits == "Metaspace")
+    if not ours.adds_space:
+        assert answer_ids == [*theirs.encode(answer, add_special_tokens=False).ids, 1]
+    assert ours.decode(answer_ids).replace(" ", "") == answer
+
+
 def test_what_only_looks_like_a_bos_is_none(tmp_path):
     """<|endoftext|> as BOS and EOS, put behind a text only."""
     path = folder(tmp_path / "t", after="<|endoftext|>", bos_token="<|endoftext|>")
