@@ -315,7 +315,7 @@ def extra_field(
     values = [e.extra[name] for e in examples]
     if any(isinstance(value, str) for value in values):
         return values
-    return to_device(torch.tensor(values), device)
+    return to_device(torch.tensor(values, dtype=torch.get_default_dtype()), device)
 
 
 # ---- how a step is split ------------------------------------------------------------------------

@@ -32,8 +32,7 @@ from models.load import load_model
 from models.lora import gather_adapters, write_peft
 from models.quantize import round_matrices
 from objective import copied_to_cpu, join_columns
-from packing import prompt_groups
-from records.examples import Example
+from records.examples import Example, distinct_questions
 from records.tokenizer import Tokenizer
 from reference import AdaptersOff, other_weights
 from sampler import generate, read_answer
@@ -95,7 +94,7 @@ class Evaluator:
     policy: object
     tokenizer: Tokenizer
     examples: list[Example]
-    """The examples of data.val; after __post_init__ the first example of each prompt, in order."""
+    """The examples of data.val; after __post_init__ the first example of each question, in order."""
     checker: Checker | None
     """The checker that the user gives in code; without it, the checker that eval.check names."""
     stop: Stop
@@ -105,8 +104,7 @@ class Evaluator:
             from demo.check import check
 
             self.checker = check
-        groups = prompt_groups(e.prompt for e in self.examples)
-        self.examples = [self.examples[first] for first, *_ in groups]
+        self.examples = distinct_questions(self.examples)
 
     def answer(self, n: int, title: str) -> list[Example]:
         """The first n held-out prompts with answers sampled from the policy as completions. title: what for."""

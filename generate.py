@@ -27,8 +27,8 @@ from infra.seeds import mixed
 from infra.settings import Sampling, refuse_unless, split_commas
 from models.hub import find_model, weights_hash
 from models.load import load_model
-from records.forms import Record, as_turns, understand_record
-from records.ratings import prompt_key
+from records.answer import answer_fields, asked_record, fields_of_prompt, prompt_key
+from records.forms import ORIGIN, Record, understand_record
 from records.sources import collect, decoded_records
 from records.tokenizer import Tokenizer
 from sampler import generate, read_answer
@@ -49,13 +49,21 @@ class AskedModel:
         on_gpu = self.fabric.device.type == "cuda"
         in_bfloat16 = on_gpu and multiplies_bfloat16(self.fabric.device)
         dtype = torch.bfloat16 if in_bfloat16 else torch.float32
-        today = date.today().isoformat()
-        self.tokenizer = Tokenizer(source, None, today, chat_template_kwargs)
+        self.today = date.today().isoformat()
+        self.tokenizer = Tokenizer(source, None, self.today, chat_template_kwargs)
         self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
         self.longest_prompt = self.policy.max_seq_length - 1
         self.by_template = bool(self.tokenizer.template) and not plain
         if self.by_template:
             self.tokenizer.end_as_the_template_does()
+
+    def asked(self, record: Record) -> Record:
+        """The record with the template settings and the day that the model sees. Raises BadInput."""
+        refuse_unless(
+            self.by_template or not record.needs_template,
+            "prompt: the model has no chat template, and messages or tools need one",
+        )
+        return asked_record(record, self.tokenizer, self.by_template)
 
     def encode(self, record: Record, advice: str = "") -> np.ndarray:
         """The token ids of a record's prompt. advice: what to do if they are too many. Raises BadInput."""
@@ -88,22 +96,21 @@ class AskedModel:
         return [read_answer(self.tokenizer, ids, args.stop) for ids in answers]
 
 
-def read_prompts(source: str, by_template: bool, extra: Sequence[str] = ()) -> dict[str, Record]:
-    """file:line -> record, for each distinct prompt of the records, in their order. For a chat template a text becomes
-    a turn of the user. extra: fields that each record must have. Raises BadInput."""
+def read_prompts(
+    source: str, asked: Callable[[Record], Record], extra: Sequence[str] = ()
+) -> dict[str, Record]:
+    """file:line -> record, for each distinct prompt of the records, in their order. asked: as AskedModel.asked. extra:
+    the fields that each record must have; without them all fields beside the prompt count. Raises BadInput."""
     records: dict[str, Record] = {}
     known = set()
     faults: list[str] = []
     for where, raw in decoded_records(source, faults):
         with collect(faults, where):
             record = understand_record(raw, "prompts", extra)
-            if by_template:
-                record = record._replace(prompt=as_turns(record.prompt))
-            refuse_unless(
-                by_template or isinstance(record.prompt, str),
-                "prompt: the model has no chat template",
-            )
-            key = prompt_key(record.prompt)
+            if extra:
+                record = record._replace(beside={})
+            record = asked(record)
+            key = prompt_key(record)
             if key not in known:
                 known.add(key)
                 records[where] = record
@@ -114,9 +121,6 @@ def read_prompts(source: str, by_template: bool, extra: Sequence[str] = ()) -> d
 
 
 # ---- the command --------------------------------------------------------------------------------
-
-# fields of an answer's line that its record does not give
-OWN_FIELDS = ("generator", "settings", "completion", "cut")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +137,12 @@ class Ask(Sampling):
     """Records whose prompts are answered into the file --out, in any form that online.py reads; a text goes
     through the chat template, too."""
     out: str = "answers.jsonl"
-    """With --prompts: the file of the answers, a line {"prompt", "generator", "settings", "completion", "cut"} each;
-    generator: the model; cut: the answer ended at max_new_tokens. With a "label" of yours in each line kto.py learns
+    """With --prompts: the file of the answers. A line holds all that the model was asked, the fields beside it, the
+    "completion", and whether the answer was "cut" at max_new_tokens. With a "label" of yours in each line kto.py learns
     from it. It is written after each batch; the same command goes on after the answers that are there."""
     extra: str | None = None
-    """With --prompts: fields of the records that are copied to the lines of their answers, such as source,solution."""
+    """With --prompts: the fields that each record must have, such as source,solution; no others are copied to the lines
+    of the answers, and prompts that differ in others are one. Default: all fields beside the prompt."""
     num_generations: PositiveInt = 1
     """With --prompts: answers to each prompt."""
     max_new_tokens: PositiveInt = 256
@@ -173,35 +178,52 @@ def answer_settings(model: AskedModel, args: Ask) -> dict:
     return {"weights": weights} | {name: getattr(args, name) for name in names}
 
 
+def read_done(out: Path) -> list[dict]:
+    """The lines that a file of answers has already. Raises BadInput."""
+    faults: list[str] = []
+    rows = []
+    for where, row in decoded_records(str(out), faults) if out.exists() else []:
+        with collect(faults, where):
+            refuse_unless(isinstance(row, dict), "expected an object")
+            rows.append(row)
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+    return rows
+
+
+def check_done(out: Path, done: list[dict], lines: list[dict]) -> None:
+    """Refuse to go on with a file whose answers are to other prompts, or were made in another way. Raises BadInput."""
+    advice = "give another --out"
+    for i, row in enumerate(done):
+        where = f"out: {out}:{i + 1}"
+        line = lines[i] if i < len(lines) else {}
+        names = line.keys() - set(ORIGIN)
+        is_next = bool(line) and all(row.get(name) == line[name] for name in names)
+        refuse_unless(is_next, f"{where}: an answer to another prompt: {advice}")
+        settings = row.get("settings") or {}
+        changed = [name for name, x in line["settings"].items() if settings.get(name) != x]
+        refuse_unless(not changed, f"{where}: an answer with other {', '.join(changed)}: {advice}")
+
+
 def answer_file(model: AskedModel, args: Ask) -> None:
     """Answer the prompts of args.prompts into args.out. Raises BadInput."""
+    out = Path(args.out).expanduser()
+    done = read_done(out)
     prompts: list[np.ndarray] = []  # of each answer
     lines: list[dict] = []  # what its line holds beside the answer
     faults: list[str] = []
-    settings = answer_settings(model, args)
-    records = read_prompts(args.prompts, model.by_template, split_commas(args.extra))
+    origin = {"generator": args.model, "settings": answer_settings(model, args)}
+    records = read_prompts(args.prompts, model.asked, split_commas(args.extra))
     for where, record in records.items():
+        if len(lines) < len(done) and record.date == model.today:
+            # an answer of yesterday was to a prompt of yesterday
+            record = record._replace(date=done[len(lines)].get("date"))
         with collect(faults, where):
             prompts += [model.encode(record)] * args.num_generations
-            line = {"prompt": record.prompt, **record.extra, "generator": args.model}
-            line["settings"] = settings
-            if record.tools:
-                line["tools"] = record.tools
-            if record.template_kwargs:
-                line["chat_template_kwargs"] = record.template_kwargs
-            lines += [line] * args.num_generations
-    out = Path(args.out).expanduser()
-    done = [row for _, row in decoded_records(str(out), faults)] if out.exists() else []
+            lines += [fields_of_prompt(record) | origin] * args.num_generations
     if faults:
         raise BadInput("\n".join(faults[:20]))
-    for i, row in enumerate(done):
-        is_next = i < len(lines) and row.get("prompt") == lines[i]["prompt"]
-        where = f"out: {out}:{i + 1}"
-        refuse_unless(is_next, f"{where}: an answer to another prompt: give another --out")
-        before = row.get("settings") or {}
-        changed = [name for name, x in settings.items() if before.get(name) != x]
-        names = ", ".join(changed)
-        refuse_unless(not changed, f"{where}: an answer with other {names}: give another --out")
+    check_done(out, done, lines)
     if done:
         say(f"{len(done):,} of {len(lines):,} answers are in {out} already")
     with progress("answers", len(lines) - len(done)):
@@ -209,7 +231,7 @@ def answer_file(model: AskedModel, args: Ask) -> None:
             batch = slice(start, start + args.batch_size)
             answers = model.answers(prompts[batch], args, mixed(args.seed, start))
             for line, (text, cut) in zip(lines[batch], answers):
-                done.append({**line, "completion": text, "cut": cut})
+                done.append(line | answer_fields(text, cut))
             write_whole(out, as_lines(done))
     n_cut = sum(row["cut"] for row in done)
     say(f"{len(done):,} answers to {len(records):,} prompts in {out}, {n_cut:,} of them cut")
@@ -222,7 +244,8 @@ def main(argv: list[str] | None = None) -> None:
         faults.append("prompts: not with --prompt")
     if args.num_generations > 1 and args.temperature == 0:
         faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
-    taken = [name for name in split_commas(args.extra) if name in OWN_FIELDS]
+    own = [*ORIGIN, *answer_fields("", False)]
+    taken = [name for name in split_commas(args.extra) if name in own]
     if taken:
         faults.append(f"extra: {', '.join(taken)}: what an answer's own line says")
     out = Path(args.out).expanduser()

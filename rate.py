@@ -35,7 +35,7 @@ from infra.console import BadInput, Failed, command_line, run_cli, say, user_err
 from infra.parse import parse_command
 from infra.server import Server, read_reply
 from infra.settings import ROOT, Sampling, refuse_unless
-from records.forms import Record, Turns
+from records.forms import Record, Turns, as_turns
 from records.ratings import Ratings, count_labels, prompt_key
 
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
@@ -377,12 +377,12 @@ class PageHandler(BaseHTTPRequestHandler):
 # ---- the command -------------------------------------------------------------------------------------
 
 
-def shown_prompts(source: str, by_template: bool) -> list[Turns]:
+def shown_prompts(source: str, model: OwnModel | OtherServer) -> list[Turns]:
     """The prompts that the page shows. Raises BadInput, also for a record that asks the template for more."""
     prompts = []
     faults = []
-    for where, record in read_prompts(source, by_template).items():
-        prompts.append(record.prompt)
+    for where, record in read_prompts(source, lambda record: record).items():
+        prompts.append(as_turns(record.prompt) if model.chat else record.prompt)
         asked = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
         for name, value in asked.items():
             if value:
@@ -412,7 +412,7 @@ def main(argv: list[str] | None = None) -> None:
     ratings.read()  # a bad line is refused before a model is loaded
     server = RateServer(None, args.port)  # a port that is taken is refused before it, too
     model = OtherServer(args) if args.server else OwnModel(args)
-    prompts = shown_prompts(args.prompts, model.chat) if args.prompts else []
+    prompts = shown_prompts(args.prompts, model) if args.prompts else []
     desk = server.desk = Desk(model, ratings, prompts)
     say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {ratings.file}")
     up, down = count_labels(ratings.read())

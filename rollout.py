@@ -16,8 +16,9 @@ log-probs of its answers, too (WithLogps), the run compares them with the policy
 
 A parameter `run` is a run.Run.
 
-iterations/answers-N.jsonl has a line an answer and is written again after each rollout batch, so a resume finds
-whole batches. iterations/rated-N.jsonl has a line a rated example.
+iterations/answers-N.jsonl has a record of each answer (records/answer.py) and is written again after each rollout
+batch, so a resume finds whole batches. iterations/rated-N.jsonl has these records with their labels, which kto.py
+reads, and the examples that the iteration learns from.
 """
 
 import math
@@ -40,6 +41,7 @@ from infra.optimizer import Plan
 from infra.seeds import mixed
 from infra.settings import RunSettings, Sampling, refuse_unless
 from models.export import export
+from records.answer import answer_fields
 from records.examples import Example, examples_hash
 from sampler import generate, read_answer
 
@@ -171,9 +173,9 @@ def policy_answers(
                 fresh = generate(
                     run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, check_stop
                 )
-            for ids, gap in zip(fresh, gaps):
-                completion, _ = read_answer(run.tokenizer, ids, args.stop)
-                row = {"key": key, "completion": completion, "ids": ids}
+            for example, ids, gap in zip(batch, fresh, gaps):
+                answer = answer_fields(*read_answer(run.tokenizer, ids, args.stop))
+                row = example.asked | answer | {"key": key, "ids": ids}
                 if gap is not None:
                     row["gap"] = gap
                 rows.append(row)
@@ -302,6 +304,14 @@ def check_rated(where: str, example: object) -> None:
 # ---- what an iteration learns from the answers ---------------------------------------------------
 
 
+def rated_line(answered: dict, example: Example) -> dict:
+    """A line of rated-N.jsonl: the one of answers-N.jsonl with its label, as kto.py reads it, and the example."""
+    of_sampling = ("key", "ids", "gap")
+    record = {name: value for name, value in answered.items() if name not in of_sampling}
+    rating = {"label": example.label, "weight": example.weight}
+    return record | rating | {"example": example._replace(asked={})._asdict()}
+
+
 def rated_examples(
     run: Any,
     i: int,
@@ -328,8 +338,11 @@ def rated_examples(
             )
             for j, e in enumerate(examples):
                 check_rated(f"rate: example {j}", e)
-            write_whole(file, as_lines([e._asdict() for e in examples]))
-        return read_lines(file), run.objective.state_dict()
+            answered = read_lines(iteration_file(run, "answers", i))
+            write_whole(
+                file, as_lines([rated_line(*pair) for pair in zip(answered, examples, strict=True)])
+            )
+        return [row["example"] for row in read_lines(file)], run.objective.state_dict()
 
     rows, state = on_rank_0(run.fabric, read_or_rate)
     run.objective.load_state_dict(state)  # rate may have changed the objective, on rank 0

@@ -15,12 +15,13 @@ import numpy as np
 
 from infra.console import BadInput, advance, progress, say, user_error
 from infra.settings import Data, refuse_unless, split_commas
-from packing import prompt_groups
+from records.answer import asked_record, fields_of_prompt
 from records.foreign import Reader
 from records.forms import (
     Kind,
     Record,
     as_turns,
+    check_extra,
     content_of,
     refuse_half_characters,
     understand_record,
@@ -43,6 +44,7 @@ class Example(NamedTuple):
     where: str = ""  # file:line
     weight: float = 1.0
     extra: dict = {}  # the fields that data.extra names: texts and numbers
+    asked: dict = {}  # what a file of answers says of the prompt, if the policy is to answer it
     # its number in its split (train, val or test): the same in each epoch and after a resume
     number: int = 0
     wording: Wording | None = None  # until the data are split
@@ -53,6 +55,12 @@ class Example(NamedTuple):
         return self.prompt.tobytes()
 
     @property
+    def question_key(self) -> bytes:
+        """To see which examples ask the same: the prompt, and the fields beside it that a checker reads, such as a
+        solution. Made anew at each look."""
+        return self.prompt_key + repr(sorted(self.extra.items())).encode()
+
+    @property
     def key(self) -> tuple[bytes, ...]:
         """To see which examples have the same prompt and completions. Made anew at each look."""
         return tuple(ids.tobytes() for ids in (self.prompt, *self.completions))
@@ -61,6 +69,7 @@ class Example(NamedTuple):
 # Counts that more than the table reads; and all that begin with "dropped".
 BY_TEMPLATE = "by the chat template"
 COMPLETIONS_CUT = "completions cut"
+EQUAL_PAIRS = "equal pairs, left out"
 
 
 # ---- from a file to examples ---------------------------------------------------------------------
@@ -103,9 +112,16 @@ def load_examples(
             ]
             raise BadInput(f"{name}: no records{''.join(dropped)}")
     if kind == "prompts":
-        groups = prompt_groups([e.prompt for e in examples])
-        examples = [examples[group[0]] for group in groups]
+        examples = distinct_questions(examples)
     return examples, counts
+
+
+def distinct_questions(examples: list[Example]) -> list[Example]:
+    """The first example of each question, in their order."""
+    firsts: dict[bytes, Example] = {}
+    for example in examples:
+        firsts.setdefault(example.question_key, example)
+    return list(firsts.values())
 
 
 def load_file(
@@ -127,8 +143,10 @@ def load_file(
         for where, ours in reader.read(decoded_records(file, faults, counts), faults):
             with collect(faults, where):
                 record = understand_record(ours, kind, extra)
-                for ignored in record.ignored:  # the table prints it
-                    refuse_half_characters("record", ignored)
+                for field, value in record.extra.items():
+                    check_extra(field, value)
+                for field in record.beside:  # the table prints it
+                    refuse_half_characters("record", field)
                 records[where] = record
             advance()
     records = seeded_share(file, records, share)
@@ -161,11 +179,16 @@ def load_file(
     examples: list[Example] = []
     with progress(f"{name}: records as tokens", len(texts)):
         for where, (prompt, completions) in zip(texts, encode_texts(texts, tokenizer, by_template)):
+            record = records[where]
+            if record.cut and not by_template:  # the template writes no end, the tokenizer did
+                completions = [ids[:-1] for ids in completions]
+            if record.cut and not all(completions):
+                counts["dropped: cut before the first word"] += 1
+                continue
             if not prompt or not all(completions):
                 raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
             if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
                 counts["with letters that the tokenizer does not know"] += 1
-            record = records[where]
             whole = Example(
                 prompt=np.array(prompt, np.int32),
                 completions=tuple(np.array(ids, np.int32) for ids in completions),
@@ -174,12 +197,16 @@ def load_file(
                 where=where,
                 weight=record.weight,
                 extra=record.extra,
+                # only these kinds of records are answered anew
+                asked=fields_of_prompt(asked_record(record, tokenizer, by_template))
+                if kind in ("prompts", "demonstrations")
+                else {},
             )
             example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
             example = example._replace(wording=wording_of(record, by_template, example.prompt_key))
             examples += learned_from(example, kind, counts)
             advance()
-    if texts and not examples:
+    if counts[EQUAL_PAIRS] and not examples:
         after = " after data.max_completion" if counts[COMPLETIONS_CUT] else ""
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs{after}")
     return examples
@@ -215,7 +242,7 @@ def learned_from(example: Example, kind: Kind, counts: Counter) -> list[Example]
     if len(example.completions) < 2:
         return [example]
     if np.array_equal(*example.completions):  # such a preference teaches nothing
-        counts["equal pairs, left out"] += 1
+        counts[EQUAL_PAIRS] += 1
         return []
     return two_ratings(example) if kind == "rated" else [example]
 
@@ -279,8 +306,11 @@ MARKUP = ("<think", '<details type="reasoning"', "<reasoning>", "<thought>", "â—
 def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     """What is right in some files and a mistake in others, such as an answer that repeats its prompt: the
     table counts it. A special token in a text of the record is read as this token, not as its letters."""
-    for name in record.ignored:
-        yield f"with {name}, which nothing reads"
+    for name in record.beside:
+        if name != "date" or not tokenizer.chat.uses_date:
+            yield f"with {name}, which nothing reads"
+    if record.cut:
+        yield "with a cut answer, which gets no end"
     answers = []
     for completion in record.completions:
         if isinstance(completion, str) or not completion.get("tool_calls"):

@@ -40,6 +40,10 @@ PROMPTS = ("prompt", "instruction", "input")
 LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
 NUMBERS = ("weight", "chosen_reward", "rejected_reward")
+# What a record may say of an answer. A record that is read for its prompt alone loses these fields.
+OF_ANSWERS = ("messages", "completion", "chosen", "rejected", "label", *NUMBERS[1:])
+# Who answered, and how: generate.py writes these fields, and nothing reads them.
+ORIGIN = ("generator", "settings")
 # The roles that chat templates know, and ShareGPT's names for them.
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
 ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -55,9 +59,12 @@ class Record(NamedTuple):
     rewards: tuple = (None, None)  # of chosen and rejected: numbers, or None
     weight: float = 1.0
     tools: list[dict] | None = None  # for the chat template
-    template_kwargs: dict = {}  # for the chat template
-    extra: dict = {}  # the fields that data.extra names: texts and numbers
-    ignored: tuple = ()  # names of fields that nothing reads
+    # For the chat template, instead of data.chat_template_kwargs. None: the record does not say.
+    template_kwargs: dict | None = None
+    date: str | None = None  # the day that the chat template prints, instead of data.date
+    cut: bool = False  # the completion ended at the length limit
+    extra: dict = {}  # the fields that data.extra names
+    beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
     instruct: bool = False
     # the prompt ends in the assistant's turn, and the completion goes on with this turn
@@ -105,12 +112,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         value = _take({**record, **fields}, name)  # by the record's own name or by ours
         if isinstance(value, date | time):  # of a table
             value = value.isoformat()
-        if isinstance(value, list | dict):
-            raise BadInput(
-                f"{name}: data.extra: expected a text or a number, got {value!r:.50}; as json.dumps(...) it is a text"
-            )
-        extras[name] = value if isinstance(value, str) else _number(value, name)
-        refuse_half_characters(name, str(value))
+        extras[name] = value
     for name in MEDIA:
         if _opened_list(fields.get(name)):
             raise BadInput(
@@ -122,7 +124,14 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     conversation_id = fields.pop("conversation_id", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _number(fields.pop("weight", 1), "weight", lowest=0)
+    cut = as_text(fields.pop("cut", "")).lower()
+    if cut not in ("true", "false", ""):
+        raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
+    for name in ORIGIN:
+        fields.pop(name, None)
     understood = _understand_form(fields, kind)
+    if cut == "true" and len(understood.completions) == 2:
+        raise BadInput("cut: this is a pair, and cut does not say which answer was cut")
     prompt = understood.prompt
     if prompt == []:
         raise Missing("prompt")
@@ -137,9 +146,16 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         prompt=prompt,
         weight=weight,
         tools=tools,
-        template_kwargs=template_kwargs or {},
+        template_kwargs=template_kwargs,
+        date=str(fields["date"]) if fields.get("date") else None,
+        cut=cut == "true",
         extra=extras,
-        ignored=tuple(name for name in fields if name not in extra),
+        # by the record's own names
+        beside={
+            name: x
+            for name, x in record.items()
+            if ALIASES.get(name, name) in fields and name not in extra
+        },
         instruct=instruct,
         conversation_id=as_text(conversation_id) if conversation_id else "",
     )
@@ -153,7 +169,8 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
         is_open = bool(prompt) and as_turns(prompt)[-1]["role"] == "assistant"
         if is_open and not has_prompt:
             prompt = prompt[:-1]  # the end of a dialogue is its answer
-        fields.clear()  # nothing else is wanted, so nothing is ignored
+        for name in OF_ANSWERS:
+            fields.pop(name, None)
         return Record(prompt, [], continues=is_open and has_prompt)
     # 1. which fields hold the completions, and how they are rated
     is_pair = "chosen" in fields or "rejected" in fields
@@ -237,6 +254,18 @@ def unique_keys(items: Iterable[tuple[str, object]]) -> dict:
             raise ValueError(f"{key}: given twice")
         result[key] = value
     return result
+
+
+def check_extra(name: str, value: object) -> None:
+    """Refuse a field of data.extra that is neither a text nor a number. A whole number stays one. Raises BadInput."""
+    if isinstance(value, list | dict):
+        raise BadInput(
+            f"{name}: data.extra: expected a text or a number, got {value!r:.50}; as json.dumps(...) it is a text"
+        )
+    if isinstance(value, str):
+        refuse_half_characters(name, value)
+    elif not isinstance(value, bool):
+        _number(value, name)
 
 
 def refuse_half_characters(name: str, text: str) -> None:

@@ -16,7 +16,7 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from infra.console import BadInput, user_error
-from records.forms import Record, as_turns, unique_keys
+from records.forms import Record, as_turns, content_of, unique_keys
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 # Fields of a message that hold its author's thinking. Many templates leave it out of all turns but the
@@ -55,27 +55,40 @@ class ChatTemplate:
     def __init__(self, hf, date: str | None, kwargs: dict):
         """kwargs: for the template, where a record gives none of these names."""
         self.hf = hf
-        self.define_date = define_date(date)
+        define_date(date)  # a bad one is refused here
+        self.date = date
         self.kwargs = kwargs
         self.source = str(hf.chat_template)
+        self.uses_date = not self.ignores("strftime_now")
+        # the settings of the first record, for plain_exchange
+        self.first: Record | None = None
         # For each kind of dialogue what the template does to its texts. Records differ in their texts,
         # but few in their kind, so that most records cost no second rendering.
         self.faults_of_kind: dict[str, list[tuple[int, str]]] = {}
 
+    def asked(self, record: Record) -> Record:
+        """The record with the settings and the day that the template gets for it."""
+        kwargs = self.kwargs if record.template_kwargs is None else record.template_kwargs
+        date = (record.date or self.date) if self.uses_date else None
+        return record._replace(template_kwargs=kwargs, date=date)
+
     def writer(self, record: Record) -> Write:
         """The function that writes messages as this record asks for, with its tools."""
-        template = self.define_date + self.hf.get_chat_template(tools=record.tools)
+        record = self.asked(record)
+        with user_error("date", record.date):
+            macro = define_date(record.date)
+        template = macro + self.hf.get_chat_template(tools=record.tools)
         return partial(
             self.hf.apply_chat_template,
             tools=record.tools,
             tokenize=False,
             chat_template=template,
-            **(self.kwargs | record.template_kwargs),
+            **record.template_kwargs,
         )
 
     def plain_exchange(self) -> Exchange | None:
         """What the template writes around a question and its answer. None if it refuses such a dialogue."""
-        write = self.writer(Record([], []))
+        write = self.writer(self.first or Record([], []))
         question = {"role": "user", "content": MARK}
         answer = {"role": "assistant", "content": MARK}
         try:
@@ -91,7 +104,10 @@ class ChatTemplate:
 
     def render(self, record: Record, counts: Counter) -> tuple[str, list[str]]:
         """The texts of a record's prompt and completions; adds to the counts. Raises BadInput."""
+        if record.cut:
+            return self.render_cut(record, counts)
         turns = as_turns(record.prompt)
+        self.first = self.first or record._replace(tools=None)
         answers = [
             {"role": "assistant", "content": x} if isinstance(x, str) else x
             for x in record.completions
@@ -105,6 +121,17 @@ class ChatTemplate:
                 errors.append(e)
         # what the template itself raises may be about this form alone
         raise min(errors, key=lambda e: not isinstance(e, LeftOut | Unlike))
+
+    def render_cut(self, record: Record, counts: Counter) -> tuple[str, list[str]]:
+        """As render. What was sampled before the limit follows the prompt, and nothing that the template writes around
+        an answer: neither its end, nor a thinking that the model has not closed. Raises BadInput."""
+        for answer in record.completions:
+            if isinstance(answer, dict) and answer.keys() - {"role", "content"}:
+                raise BadInput(
+                    "cut: expected an answer that is a text, without calls and reasoning"
+                )
+        prompt, _ = self.render(record._replace(completions=[], cut=False), counts)
+        return prompt, [content_of(answer) for answer in record.completions]
 
     def render_form(
         self, record: Record, turns: list[dict], answers: list[dict], counts: Counter

@@ -428,6 +428,7 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
         row = {"prompt": turns if by_template else text, "kind": kind, "generator": str(model)}
         row |= {
             "settings": rows[0]["settings"],
+            **({"chat_template_kwargs": {}} if by_template else {}),
             "completion": tokenizer.decode(answer),
             "cut": 0 not in answer,
         }

@@ -34,7 +34,7 @@ COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
 
 
 def rated(out: Path, i: int) -> list[dict]:
-    return rows_in(out / "iterations" / f"rated-{i}.jsonl")
+    return [row["example"] for row in rows_in(out / "iterations" / f"rated-{i}.jsonl")]
 
 
 def rows_in(file: Path) -> list[dict]:

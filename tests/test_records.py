@@ -17,7 +17,7 @@ from tokens import bot, rated, user
 from infra.console import BadInput
 from infra.settings import Data
 from records.foreign import Reader
-from records.forms import Record, understand_record
+from records.forms import Record, check_extra, understand_record
 from records.sources import read_records
 
 
@@ -59,7 +59,7 @@ RATED = {
     ),
     "a prompt beside an instruction": (
         {"prompt": "p", "instruction": "i", "input": "q", "completion": "c", "label": 1},
-        Record("p", ["c"], True, ignored=("instruction", "input")),
+        Record("p", ["c"], True, beside={"instruction": "i", "input": "q"}),
     ),
 }
 
@@ -124,7 +124,7 @@ DEMOS = {
 @pytest.mark.parametrize("form", DEMOS)
 def test_every_form_of_a_demonstration_is_understood(form):
     record, meant = DEMOS[form]
-    assert understand_record(record, "demonstrations")._replace(ignored=()) == meant
+    assert understand_record(record, "demonstrations")._replace(beside={}) == meant
 
 
 def test_of_a_record_of_any_form_the_prompt_alone_can_be_asked_for():
@@ -233,20 +233,20 @@ def test_a_weight_is_a_finite_number_from_0_on_and_1_where_there_is_none(kind, r
 def test_fields_that_data_extra_names_are_kept_and_others_that_nothing_reads_are_named():
     more = {"source": "web", "score": 3, "other": [1]}
     record = understand_record(rated(**more), "rated", ("score", "source"))
-    assert record.extra == {"score": 3.0, "source": "web"} and record.ignored == ("other",)
+    assert record.extra == {"score": 3, "source": "web"} and record.beside == {"other": [1]}
     assert understand_record(rated(weight=2), "rated", ("weight",)).weight == 2, "still read"
-    assert understand_record(pair(chosen_reward=1), "paired").ignored == ()
-    for value in [*INFINITE, True]:
+    assert understand_record(pair(chosen_reward=1), "paired").beside == {}
+    for value in INFINITE:
         with pytest.raises(BadInput, match="^source: expected a finite number"):
-            understand_record(rated(source=value), "rated", ("source",))
+            check_extra("source", value)
     for value in ([1], {"a": 1}):
         with pytest.raises(BadInput, match="^source: data.extra: expected a text or a number, got"):
-            understand_record(rated(source=value), "rated", ("source",))
+            check_extra("source", value)
     question = {"question": "q", "completion": "c", "label": 1}
     record = understand_record(question, "rated", ("question",))
     assert record.extra == {"question": "q"}, "by the record's own name, too"
     dialogue = {"instruction": [P], "input": "i", "completion": "c", "label": 1}
-    assert understand_record(dialogue, "rated").ignored == ("input",)
+    assert understand_record(dialogue, "rated").beside == {"input": "i"}
     with pytest.raises(BadInput, match="^source: missing"):
         understand_record(rated(), "rated", ("source",))
 
