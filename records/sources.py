@@ -92,12 +92,12 @@ def collect(faults: list[str], where: str):
         faults.append(f"{where}: {e}".replace("line 1 ", ""))
 
 
-def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int, object]]:
+def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int | str, object]]:
     """(place, raw record) for each record of a file, a folder of save_to_disk or a Hub data set.
 
     The place is a line (in a csv file that on which the row ends), or the record's number in a JSON
-    array or a table. The raw record is a line of JSON as bytes, or what it holds. What a table is
-    read otherwise than it stands goes into the counts. Raises BadInput.
+    array or a table. In a folder the name of the file stands before it. The raw record is a line of JSON as bytes,
+    or what it holds. What a table is read otherwise than it stands goes into the counts. Raises BadInput.
     """
     path = find_path(source)
     suffix = path.suffix.lower()
@@ -131,12 +131,21 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
                         yield rows.line_num, unique_keys(zip(names, cells))
                 except (csv.Error, ValueError) as e:
                     raise BadInput(f"{source}:{rows.line_num}: {e}") from None
+        elif files := files_of_folder(source):
+            for file in files:
+                name = os.path.relpath(file, find_path(split_name(source)[0]))
+                for place, raw in read_records(file, counts):
+                    yield f"{name}:{place}", raw
         else:
             yield from read_table(source, Counter() if counts is None else counts)
 
 
 # of the files that read_records reads; what has no such ending may be an id of the Hub
 ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+NOTHING = (
+    "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co; without a network "
+    "download it elsewhere (hf download --repo-type dataset) and give its folder"
+)
 
 
 def has_lines(path: Path) -> bool:
@@ -150,6 +159,10 @@ def has_lines(path: Path) -> bool:
         return all(isinstance(json.loads(line), dict) for line in (first, second))
     except ValueError:
         return False
+
+
+# Options of the datasets package that change nothing for our own readers.
+KNOWN_OPTIONS = "name version data_dir data_files description features sep delimiter".split()
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -196,26 +209,56 @@ def as_in_json(value: object, feature: object, gaps: list[str]) -> object:
     return value
 
 
+def files_of_folder(source: str) -> list[str]:
+    """The files of a folder with a copy of a data set of the Hub (`folder`, `folder:split` or `folder:config:split`).
+    No file if only the datasets package can read them, because of their format or of what the README says of them.
+
+    The package finds the files but does not read them, because it guesses types: the texts NA and null of a csv file
+    would be missing, 007 a number, and some texts of JSON a time.
+    """
+    name, config, split = split_name(source)
+    path = find_path(name)
+    if not path.is_dir() or is_saved_to_disk(path):
+        return []
+    import datasets  # slow to import
+
+    with user_error(f"{source}: {NOTHING}", name):
+        builder = datasets.load_dataset_builder(str(path), *config)
+    settings = builder.config
+    options = vars(settings)
+    known = {name: options[name] for name in KNOWN_OPTIONS if name in options}
+    default = type(settings)(**known)
+    has_classes = "ClassLabel" in str(builder.info.features)
+    files = list((settings.data_files or {}).get(split, []))
+    is_known = all(file.lower().endswith(ENDINGS) for file in files)
+    return files if is_known and settings == default and not has_classes else []
+
+
+def split_name(source: str) -> tuple[str, list[str], str]:
+    """(name, config, split) of `id`, `id:split` or `id:config:split`."""
+    name, *rest = [source] if find_path(source).exists() else source.split(":")
+    *config, split = rest or ["train"]
+    return name, config, split
+
+
+def is_saved_to_disk(path: Path) -> bool:
+    return any((path / file).exists() for file in ("dataset_info.json", "dataset_dict.json"))
+
+
 def open_table(source: str) -> tuple[dict, Iterable[dict]]:
     """What the datasets package knows about the columns, and the rows, of a parquet file, of a folder of save_to_disk
     (`folder` or `folder:split`), or of a Hub data set or a copy of its files (`id`, `id:split` or
     `id:config:split`)."""
     import datasets  # slow to import
 
-    name, *rest = [source] if find_path(source).exists() else source.split(":")
-    *config, split = rest or ["train"]
+    name, config, split = split_name(source)
     path = find_path(name)
     if path.suffix.lower() == ".parquet":
         return open_parquet(path)
     if path.is_file():
         raise BadInput(f"{source}: expected a file that ends in {', '.join(ENDINGS)}")
-    nothing = (
-        "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co; without a network "
-        "download it elsewhere (hf download --repo-type dataset) and give its folder"
-    )
-    with user_error(f"{source}: {nothing}", name):
-        saved = [path / file for file in ("dataset_info.json", "dataset_dict.json")]
-        if any(file.exists() for file in saved):
+    with user_error(f"{source}: {NOTHING}", name):
+        if is_saved_to_disk(path):
             rows = datasets.load_from_disk(path)
             rows = rows[split] if isinstance(rows, dict) else rows
         else:

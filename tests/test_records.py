@@ -329,6 +329,73 @@ def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
 
 # ---- through the datasets package ----------------------------------------------------------------
 
+TEXTS = ["None", "NA", "null", "nan", "007", "1e5", "True", "2026-01-31", "2026-01-31T10:00:00Z"]
+TYPES = "  - name: completion\n    dtype: string\n  - name: prompt\n    dtype: string\n"
+READMES = {  # of a folder with a copy of a data set -> the source that names its records
+    "": "folder",
+    "configs:\n- config_name: one\n  data_files: data/*\n": "folder:one:train",
+    f"dataset_info:\n  features:\n{TYPES}": "folder",
+}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=["no README", "a config", "types"])
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "json"])
+def test_a_folder_of_files_has_the_texts_of_its_files(ending, readme, tmp_path, monkeypatch):
+    """The datasets package reads NA and null of a csv file as nothing, 007 as a number, a day in JSON as a time."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    expected = [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(TEXTS)]
+    folder = tmp_path / "folder"
+    (folder / "data").mkdir(parents=True)
+    if readme:
+        (folder / "README.md").write_text(f"---\n{readme}---\n")
+    # each text in a file of its own: a column of numbers alone is guessed to be numbers
+    for i, record in enumerate(expected):
+        line = json.dumps(record)
+        text = {"jsonl": line, "json": f"[{line}]"}.get(ending)
+        if text is None:
+            sign = "," if ending == "csv" else "\t"
+            text = sign.join(record) + "\n" + sign.join(record.values())
+        name = f"train-{i:05}-of-{len(expected):05}.{ending}"
+        (folder / "data" / name).write_text(f"{text}\n")
+    records = list(read_records(str(tmp_path / READMES[readme])))
+    found = [json.loads(raw) if isinstance(raw, bytes) else raw for _, raw in records]
+    assert found == expected
+    if "dataset_info" not in readme:
+        places = [place for place, _ in records]
+        line = 2 if ending in ("csv", "tsv") else 1
+        assert places[1] == f"data/train-00001-of-00009.{ending}:{line}"
+
+
+CLASSES = """dataset_info:
+  features:
+  - name: prompt
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': up
+          '1': down
+"""
+
+
+# the datasets package leaves csv files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_folder_of_files_has_what_its_readme_says_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    columns = (
+        "configs:\n- config_name: default\n  data_files: train.csv\n  names: [prompt, label]\n"
+    )
+    for name, readme, head, labels in (
+        ("classes", CLASSES, "prompt,label\n", ["up", "down"]),
+        ("columns", columns, "", [0, 1]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "README.md").write_text(f"---\n{readme}---\n")
+        (folder / "train.csv").write_text(f"{head}p,0\nq,1\n")
+        assert [record["label"] for record in raw_records(folder)] == labels
+
 
 def test_parquet_files_and_folders_of_save_to_disk_hold_records(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
