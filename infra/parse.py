@@ -224,9 +224,18 @@ def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]
     return f"{name}: missing: --{name} {kind}"
 
 
+# options of `python -m convert`, which were settings of a run
+OF_CONVERT = "columns labels where roles records turns repeated raters".split()
+
+
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
     """The sentence for a name that is no setting, with the nearest setting."""
     wanted = name.replace("-", "_")
+    if wanted.removeprefix("data.") in OF_CONVERT:
+        return (
+            f"{name}: a run reads records of our own forms: convert the file first, python -m convert FILE "
+            f"--{wanted.removeprefix('data.')} ... --out FILE.jsonl (docs/convert.md)"
+        )
     similar = [x for x in known if wanted in (x, *x.split("."))]
     similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
     if not similar:

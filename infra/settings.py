@@ -116,30 +116,6 @@ class Data:
     know: refuse, with file, line and text; or drop them and count them."""
     date: str | None = None
     """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
-    columns: str | None = None
-    """Where the records' fields lie if not under our names: prompt=question,label=data.rating. A field named
-    here is read from there alone; weight= names none. Paths, two answers with a verdict, conversations with
-    ratings: docs/data.md; for many tools and data sets there is a file of these settings in config/data."""
-    labels: str | None = None
-    """What the values of the label mean where they are not ours: up=positive,down=negative, or
-    up=4|5,down=1|2, or up=>=4,down=<=2; of a verdict a=...,b=...,both=...,neither=... Records with other
-    values are dropped and counted."""
-    where: str | None = free(None)
-    """Which records to take, by their values: type=GENERATION,.unfinished=false (.: inside messages). Also
-    != and the forms that data.labels takes. A resume compares the records, not this text."""
-    roles: str | None = free(None)
-    """What the roles of messages mean where they are not ours: user=true,assistant=false."""
-    records: str | None = free(None)
-    """The path of a list inside each record, whose elements are the records: feedback_data."""
-    turns: str | None = free(None)
-    """Texts that hold a dialogue: hh (\\n\\nHuman: ...\\n\\nAssistant: ...), or the marks that begin a turn:
-    user=<|user|>,assistant=<|bot|>."""
-    repeated: Literal["last", "first"] | None = free(None)
-    """Of several ratings of one answer (logs of clicks) the last one counts, or the first in a file with
-    the newest on top; one without a label withdraws them. null: each is an example."""
-    raters: Literal["agree", "majority"] | None = free(None)
-    """agree: several ratings of one answer count as one if all are equal, and are dropped if not; majority:
-    more than half of them decide. null: agree within a record, each record on its own."""
     extra: str | None = None
     """More fields that every record must have, which a loss reads by batch.extra, and a checker by answer.fields:
     source,score."""

@@ -5,18 +5,20 @@ training points at; the splits of the data and their tables (load_splits); the h
 """
 
 import hashlib
+import re
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from infra.console import BadInput, advance, progress, say, user_error
-from infra.settings import Data, refuse_unless, split_commas
+from infra.console import BadInput, advance, progress, say, user_code, user_error
+from infra.settings import ROOT, Data, find_path, refuse_unless, split_commas
 from records.answer import asked_record, fields_of_prompt
-from records.foreign import Reader
 from records.forms import (
     Kind,
     Record,
@@ -93,24 +95,16 @@ def load_examples(
     """
     counts: Counter = Counter()
     examples: list[Example] = []
-    reader = Reader(data, kind, counts, make_records)
     for source_with_share in split_sources(source):
         before = len(examples)
         name, share = split_share(source_with_share)
         files = files_of(name)
         if len(files) > 1 and isinstance(share, int):
             raise BadInput(f"{name}: {len(files)} files; a number after # is of one file (or #0.5)")
-        for file in files:  # a first reading, for votes; the second one reports the faults
-            reader.settle(decoded_records(file, []))
         for file in files:
-            examples += load_file(file, tokenizer, kind, data, counts, reader, share)
-        if fault := reader.path_that_finds_nothing():
-            raise BadInput(f"{name}: {fault}")
+            examples += load_file(file, tokenizer, kind, data, counts, share, make_records)
         if len(examples) == before:
-            dropped = [
-                f", {n:,} {what}" for what, n in counts.items() if what.startswith("dropped")
-            ]
-            raise BadInput(f"{name}: no records{''.join(dropped)}")
+            raise BadInput(f"{name}: no records")
     if kind == "prompts":
         examples = distinct_questions(examples)
     return examples, counts
@@ -130,30 +124,34 @@ def load_file(
     kind: Kind,
     data: Data,
     counts: Counter,
-    reader: Reader,
     share: int | float | None = None,
+    make_records: Callable | None = None,
 ) -> list[Example]:
     """The examples of one file, or of a share of its records; adds to the counts. Raises BadInput."""
     faults: list[str] = []
     name = Path(file).name
-    # 1. understand: what a line of the file holds becomes Records
+    # 1. understand: what a line of the file holds becomes a Record
     records: dict[str, Record] = {}
     extra = split_commas(data.extra)
     with progress(f"{name}: records", None):
-        for where, ours in reader.read(decoded_records(file, faults, counts), faults):
+        for where, raw in decoded_records(file, faults, counts):
             with collect(faults, where):
-                record = understand_record(ours, kind, extra)
-                for field, value in record.extra.items():
-                    check_extra(field, value)
-                for field in record.beside:  # the table prints it
-                    refuse_half_characters("record", field)
-                records[where] = record
+                for place, record in our_records(where, raw, make_records, counts):
+                    with collect(faults, place):
+                        understood = understand_record(record, kind, extra)
+                        for field, value in understood.extra.items():
+                            check_extra(field, value)
+                        for field in understood.beside:  # the table prints it
+                            refuse_half_characters("record", field)
+                        records[place] = understood
             advance()
+    if faults and not records:
+        command = convert_command(file, kind)
+        raise BadInput("\n".join(faults[:1] + command if command else faults[:20]))
     records = seeded_share(file, records, share)
     for record in records.values():
         for what in what_looks_wrong(record, tokenizer):
             counts[what] += 1
-    note_damaged_answers(records.values(), counts)
     # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
     # template if any of them needs it. It must write all that a record says.
     by_template = any(record.needs_template for record in records.values())
@@ -173,8 +171,7 @@ def load_file(
                     counts["dropped by data.left_out"] += 1
             advance()
     if faults:
-        fault = reader.path_that_finds_nothing()
-        raise BadInput(f"{file}: {fault}" if fault else "\n".join(faults[:20]))
+        raise BadInput("\n".join(faults[:20]))
     # 3. encode: texts become token ids, with BOS and EOS, and are cut
     examples: list[Example] = []
     with progress(f"{name}: records as tokens", len(texts)):
@@ -210,6 +207,43 @@ def load_file(
         after = " after data.max_completion" if counts[COMPLETIONS_CUT] else ""
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs{after}")
     return examples
+
+
+def our_records(
+    where: str, raw: object, make_records: Callable | None, counts: Counter
+) -> Iterator[tuple[str, object]]:
+    """(place, record) of the record at `where`; several or none if a fork's main(make_records=...) makes them. The
+    place names the source, too, from which `python -m convert` has made a record. Raises BadInput."""
+    made = [raw]
+    if make_records:
+        with user_code("main(make_records=...)"):
+            made = make_records(raw) or []
+        if not isinstance(made, list) or not all(isinstance(x, dict) for x in made):
+            raise BadInput(f"main(make_records=...): expected a list of records, got {made!r:.50}")
+        counts["dropped by main(make_records=...)"] += not made
+    for i, record in enumerate(made, 1):
+        place = where if i == 1 else f"{where}:{i}"
+        source = record.get("source") if isinstance(record, dict) else None
+        if isinstance(source, str) and re.search(r":\d+$", source):
+            place = f"{place} (from {source})"
+        yield place, record
+
+
+def convert_command(file: str, kind: Kind) -> list[str]:
+    """A line with the command that converts a file of which no record is one of ours, if a form of convert/ fits it;
+    else none. Another process finds it, since a run does not know convert/."""
+    path = find_path(file)
+    source = str(path.absolute()) if path.exists() else file
+    wanted = "rated" if kind == "prompts" else kind
+    command = [sys.executable, "-m", "convert", source, "--kind", wanted]
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with subprocess.Popen(command, **options) as process:
+        match = re.match(r"--form (\w+) fits", process.stdout.readline())
+        process.kill()
+    if not match:
+        return []
+    words = f"{file} --form {match[1]} --kind {wanted} --out {wanted}.jsonl"
+    return [f"{file}: these are not records of ours; convert them first: python -m convert {words}"]
 
 
 def render_record(
@@ -295,13 +329,6 @@ def seeded_share(
 
 # ---- what the table before training points at ----------------------------------------------------
 
-# Each is a fault of an export, not of a record.
-CUT_ANSWERS = "answers have the greatest length of all and end in '...': an export that cuts texts teaches to break off"
-REASONING_IN_SOME = "answers begin with markup of reasoning, and the others do not"
-ONE_ANSWER = "answers are one and the same text, more than half of all"
-WARNINGS = (CUT_ANSWERS, REASONING_IN_SOME, ONE_ANSWER)
-MARKUP = ("<think", '<details type="reasoning"', "<reasoning>", "<thought>", "◁think▷")
-
 
 def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     """What is right in some files and a mistake in others, such as an answer that repeats its prompt: the
@@ -333,23 +360,6 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
         tokens.update(tokenizer.special_tokens_in(text or ""))
     for token in sorted(tokens):
         yield f"with {token} in a text"
-
-
-def note_damaged_answers(records: Iterable[Record], counts: Counter) -> None:
-    """Count the answers that an export has damaged, as far as numbers show it."""
-    answers = []
-    for record in records:
-        answers += [(content_of(completion) or "").strip() for completion in record.completions]
-    longest = max(map(len, answers), default=0)
-    cut = [x for x in answers if len(x) == longest and x.endswith(("...", "…"))]
-    if len(set(cut)) > 1:
-        counts[CUT_ANSWERS] += len(cut)
-    marked = sum(answer.startswith(MARKUP) for answer in answers)
-    if marked < len(answers):
-        counts[REASONING_IN_SOME] += marked
-    n_equal = max(Counter(answers).values(), default=0)
-    if n_equal >= 10 and 2 * n_equal > len(answers):
-        counts[ONE_ANSWER] += n_equal
 
 
 # ---- the splits of the data ----------------------------------------------------------------------
@@ -465,10 +475,7 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
         "contradictions": n_distinct_with_label - n_distinct,
         **counts,
     }
-    say("  " + ", ".join(f"{n:,} {what}" for what, n in numbers.items() if what not in WARNINGS))
-    for warning in WARNINGS:
-        if counts[warning]:
-            say(f"  look at them: {counts[warning]:,} {warning}")
+    say("  " + ", ".join(f"{n:,} {what}" for what, n in numbers.items()))
     if name == "train" and up and down:
         # arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]. With equal weights and many more
         # thumbs down than up a run mostly unlearns, first of all to end an answer.

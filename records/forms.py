@@ -6,6 +6,7 @@ form is refused with `field: reason` (the caller adds the file and the line); a 
 """
 
 import json
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import date, time
@@ -42,11 +43,15 @@ LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".spli
 NUMBERS = ("weight", "chosen_reward", "rejected_reward")
 # What a record may say of an answer. A record that is read for its prompt alone loses these fields.
 OF_ANSWERS = ("messages", "completion", "chosen", "rejected", "label", *NUMBERS[1:])
-# Who answered, and how: generate.py writes these fields, and nothing reads them.
-ORIGIN = ("generator", "settings")
-# The roles that chat templates know, and ShareGPT's names for them.
+# Who answered, and how; where a record is from; what the user wrote next: generate.py and `python -m convert` write
+# these fields, and they are no part of an example.
+ORIGIN = ("generator", "settings", "source", "next")
+# The roles that chat templates know, and the names that ShareGPT, LangChain and Gemini have for them.
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
-ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
+ROLES |= {"human": "user", "observation": "tool"}
+ROLES |= dict.fromkeys(("gpt", "ai", "model", "bot"), "assistant")
+# a list of messages as a text: JSON, as in a csv file, or as Python prints it
+PRINTED = re.compile(r"""\s*\[\s*\{\s*(['"])(role|from|content|value)\1\s*:""")
 
 
 class Record(NamedTuple):
@@ -84,7 +89,7 @@ class Record(NamedTuple):
 def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> Record:
     """What a record says, whichever of the known forms it has. Raises BadInput.
 
-    record: what a line of a file holds, or what foreign.py makes of it. extra: fields that every record
+    record: what a line of a file holds. extra: fields that every record
     must also have (data.extra).
     """
     if not isinstance(record, dict):
@@ -94,7 +99,7 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     except Missing as e:
         # the fields that are there by the record's own names, of which ours are made
         names = [name for name, value in record.items() if value is not None]
-        raise BadInput(f"{e}: missing; there is {', '.join(names)} (see data.columns)") from None
+        raise BadInput(f"{e}: missing; there is {', '.join(names)}") from None
 
 
 def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record:
@@ -102,7 +107,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     # Whoever reads a field takes it out of `fields`: those that are left at the end are ignored.
     # In a table every row has every field; null says that this row has none.
     fields = unique_keys(
-        (ALIASES.get(name, name), x) for name, x in record.items() if x is not None
+        [(ALIASES.get(name, name), x) for name, x in record.items() if x is not None]
     )
     for name in NUMBERS:
         if fields.get(name) == "":  # an empty cell of a csv file
@@ -116,14 +121,15 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     for name in MEDIA:
         if _opened_list(fields.get(name)):
             raise BadInput(
-                f"{name}: its answer is to more than the text; --data.where {name}=null leaves such records out"
+                f"{name}: its answer is to more than the text; python -m convert --where {name}=null leaves such "
+                "records out"
             )
     instruct = "instruction" in fields and "prompt" not in fields
     history = _earlier_turns(fields)
     system = fields.pop("system", None)
     conversation_id = fields.pop("conversation_id", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
-    weight = _number(fields.pop("weight", 1), "weight", lowest=0)
+    weight = _number(fields.pop("weight"), "weight", lowest=0) if "weight" in fields else 1.0
     cut = as_text(fields.pop("cut", "")).lower()
     if cut not in ("true", "false", ""):
         raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
@@ -177,6 +183,9 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
     is_rated = "label" in fields
     if is_pair and is_rated:
         raise BadInput("record: both a rating and a pair: which one is meant?")
+    if is_pair and not has_prompt and _ends_before_an_answer(fields.get("messages")):
+        fields["prompt"] = fields.pop("messages")  # LLaMA-Factory's dialogue beside a pair
+        has_prompt = True
     label = None
     rewards = (None, None)
     names: tuple[str, ...]
@@ -221,6 +230,8 @@ def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dic
     before = as_turns(prompt)
     if completion[: len(before)] == before:
         completion = completion[len(before) :]
+    elif isinstance(prompt, str) and completion[1:] and completion[-2]["content"] == prompt:
+        return completion[:-1], completion[-1]  # a whole dialogue; the prompt is its last question
     if not completion or not completion[0]["role"] == completion[-1]["role"] == "assistant":
         what = f"{name}: expected messages, the first and the last an assistant's"
         if before and completion and completion[0]["role"] != "assistant":
@@ -243,16 +254,16 @@ def _take(fields: dict, name: str) -> object:
     return fields.pop(name)
 
 
-def unique_keys(items: Iterable[tuple[str, object]]) -> dict:
+def unique_keys(items: list[tuple[str, object]]) -> dict:
     """A dict of these items, none of which may have another one's key. Raises ValueError.
 
     Python's json keeps the last of two equal keys: of two labels, one would win silently.
     """
-    result = {}
-    for key, value in items:
-        if key in result:
-            raise ValueError(f"{key}: given twice")
-        result[key] = value
+    result = dict(items)
+    if len(result) < len(items):
+        names = [name for name, _ in items]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice}: given twice")
     return result
 
 
@@ -333,10 +344,36 @@ def content_of(completion: str | dict) -> str | None:
 def _text_or_messages(fields: dict, name: str) -> Turns:
     """A text, or a list of messages (one message alone is a list of one)."""
     value = _take(fields, name)
+    printed = PRINTED.match(value) if isinstance(value, str) else None
+    if printed:
+        if printed[1] == "'":
+            raise BadInput(
+                f"{name}: messages as Python prints them; write JSON there, or a .jsonl or .parquet file"
+            )
+        with user_error(name):
+            messages = json.loads(value, object_pairs_hook=unique_keys)
+        # a text of another JSON is a text
+        value = messages if all(map(_is_message, messages)) else value
     if isinstance(value, str):
         return value
+    if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
+        # older releases of datasets write a list of objects as an object of lists
+        value = [dict(zip(value, row)) for row in zip(*value.values())]
     messages = value if isinstance(value, list) else [value]
     return [_message(message, name) for message in messages]
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.keys() >= {"role", "content"} or value.keys() >= {"from", "value"}
+
+
+def _ends_before_an_answer(messages: object) -> bool:
+    """Whether these are messages of which the last is not the assistant's."""
+    if not isinstance(messages, list) or not messages:
+        return False
+    return _message(messages[-1], "messages")["role"] != "assistant"
 
 
 def _message(value: object, name: str) -> dict:
@@ -345,10 +382,20 @@ def _message(value: object, name: str) -> dict:
         names = {"from": "role", "value": "content"}
         message = {names.get(key, key): x for key, x in value.items() if x is not None}
         role = ROLES.get(str(message.get("role")).lower())
+        parts = message.get("content")
+        if isinstance(parts, list) and all(_is_text(part) for part in parts):
+            message["content"] = "".join(part["text"] for part in parts)
         if role and (isinstance(message.get("content"), str) or "tool_calls" in message):
             return {"content": None, **message, "role": role}
     raise BadInput(
         f"{name}: expected a string, or messages with a known role and a text; got {value!r:.50}"
+    )
+
+
+def _is_text(part: object) -> bool:
+    """Whether a part of a message is a text, and no image."""
+    return (
+        isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") == "text"
     )
 
 
@@ -382,7 +429,7 @@ def _label(fields: dict) -> bool:
     if text in LABELS:
         return LABELS[text]
     expected = "true, false, 1, 0, chosen, rejected, desirable, undesirable, up, down"
-    raise BadInput(f"label: expected {expected}; got {value!r:.50} (see data.labels)")
+    raise BadInput(f"label: expected {expected}; got {value!r:.50}")
 
 
 def _reward(fields: dict, name: str) -> float | None:

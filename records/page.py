@@ -1,23 +1,18 @@
 """`python data.py FILE`: what is in a file, as a run would see it.
 
-Reading order: page; parse_page (its command line); the first records, raw and as turns. show.py prints a record as
-turns, and finds settings that may read a file.
+Reading order: page; parse_page (its command line); the first records as turns, which show.py prints.
 """
 
 import sys
-from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 
-from infra.console import BadInput, user_error
-from infra.parse import parse_command, read_yaml, split_options
-from infra.settings import Data, find_path, read_text, split_commas
+from infra.parse import parse_command
+from infra.settings import Data, split_commas
 from models.hub import context_of, find_model, read_config
 from records.examples import load_splits, with_limits
-from records.foreign import Reader
 from records.forms import Kind, understand_record
-from records.show import fitting_preset, show_record, suggestion
+from records.show import show_record
 from records.sources import decoded_records, files_of, split_share, split_sources
 from records.tokenizer import Tokenizer
 
@@ -25,9 +20,10 @@ UNLIMITED = 10**9  # tokens
 
 
 @dataclass(frozen=True)
-class PageSettings(Data):
+class PageSettings:
     """Which file to show, and for which model."""
 
+    data: Data
     model: str | None = None
     """Whose tokenizer, chat template and context to take. Default: the demo's tokenizer, and no text is cut
     unless a limit is given."""
@@ -37,9 +33,10 @@ class PageSettings(Data):
 
 def page() -> None:
     """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
-    data = parse_page(sys.argv[1:])
-    source = find_model(data.model or "demo/base", weights=False)
-    if data.model:
+    settings = parse_page(sys.argv[1:])
+    data = settings.data
+    source = find_model(settings.model or "demo/base", weights=False)
+    if settings.model:
         data = with_limits(data, context_of(read_config(source)))
     else:
         print("tokens are those of the demo's tokenizer: give --model, the one that you train")
@@ -49,73 +46,35 @@ def page() -> None:
             max_completion=data.max_completion or UNLIMITED,
         )
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
-    try:
-        first = load_splits(data, tokenizer, data.kind)["train"][0]
-    except BadInput as e:
-        hint = suggestion(first_records(data), data) if not data.columns else ""
-        # the form is not known: one record tells as much as twenty
-        raise BadInput(f"{str(e).splitlines()[0]}\n{hint}" if hint else str(e)) from None
-    show_first_of_each_kind(data)
+    first = load_splits(data, tokenizer, settings.kind)["train"][0]
+    show_first_of_each_kind(data, settings.kind)
     print()
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")
-    if not data.columns and not data.turns:
-        preset = fitting_preset(first_records(data), data)
-        if preset:
-            print(f"another way to read it: --config {preset}")
 
 
 def parse_page(words: list[str]) -> PageSettings:
-    """The settings of a command line. As in a run's, a --config may have a group `data` (config/data), and
-    --data.columns is --columns."""
+    """The settings of a command line, in which --split is --data.split. Raises BadInput."""
     if words and not words[0].startswith("--"):
         words = ["--train", *words]
-    plain: list[str] = []
-    presets: dict[str, object] = {}
-    for head, *values in split_options(words)[1:]:
-        name, has_value, value = head.partition("=")
-        values = [value, *values] if has_value else values
-        file = find_path(values[0]) if name == "--config" and values else None
-        group = None
-        if file and file.exists():
-            with user_error("config", str(file)):
-                group = read_yaml(read_text(file))
-        if isinstance(group, dict) and isinstance(group.get("data"), dict):
-            presets |= group["data"]
-            if "model" in group:
-                presets["model"] = group["model"]
-        else:
-            plain += [name.replace("--data.", "--"), *values]
-    return parse_command(PageSettings, page.__doc__, plain, presets)
+    names = {one.name for one in fields(Data)}
+    long_words = []
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0]
+        is_short = word.startswith("--") and name in names
+        long_words.append(word.replace("--", "--data.", 1) if is_short else word)
+    return parse_command(PageSettings, page.__doc__, long_words)
 
 
-def first_records(data: Data, n: int = 200) -> list:
-    """The first raw records of data.train; none if it cannot be read."""
-    with suppress(BadInput):
-        records = decoded_records(first_files(data)[0], [])
-        return [raw for _, raw in islice(records, n)]
-    return []
-
-
-def show_first_of_each_kind(data: PageSettings) -> None:
+def show_first_of_each_kind(data: Data, kind: Kind) -> None:
     """Print the first record of each kind (up, down, a pair, ...) as turns."""
-    reader = Reader(data, data.kind, Counter())
-    kinds = set()
-    files = first_files(data)
-    for file in files:  # as in a run: a later file may take a rating back
-        reader.settle(decoded_records(file, []))
-    for file in files:
-        for where, ours in islice(reader.read(decoded_records(file, []), []), 10_000):
-            record = understand_record(ours, data.kind, split_commas(data.extra))
-            kind = data.kind if record.label is None else record.label
-            if kind not in kinds:
-                kinds.add(kind)
-                show_record(where, record)
-            if len(kinds) == 2 or data.kind != "rated":
-                return
-
-
-def first_files(data: Data) -> list[str]:
-    """The files of the first source of data.train."""
+    titles = set()
     name, _ = split_share(split_sources(data.train)[0])
-    return files_of(name)
+    for file in files_of(name):
+        for where, raw in islice(decoded_records(file, []), 10_000):
+            record = understand_record(raw, kind, split_commas(data.extra))
+            if record.label not in titles:
+                titles.add(record.label)
+                show_record(where, record)
+            if len(titles) == 2 or kind != "rated":
+                return

@@ -101,6 +101,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
     """
     path = find_path(source)
     suffix = path.suffix.lower()
+    counts = Counter() if counts is None else counts
     with user_error(None, source):
         if suffix in (".jsonl", ".ndjson") or (suffix == ".json" and has_lines(path)):
             with open(path, "rb") as lines:
@@ -113,31 +114,38 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
                 raise BadInput(f"{source}: expected an array of records, got {records!r:.50}")
             yield from enumerate(records, 1)
         elif suffix in (".csv", ".tsv"):
-            # Python's csv, not one that guesses types: that makes 1 of 01 and nothing of NA
-            csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
-            options = dict(encoding="utf-8-sig", errors="surrogateescape", newline="")
-            with open(path, **options) as file:
-                # spreadsheets of some countries write semicolons
-                delimiter = "\t" if suffix == ".tsv" else max(",;\t", key=file.readline().count)
-                file.seek(0)
-                rows = csv.reader(file, strict=True, delimiter=delimiter)
-                try:
-                    names = next(rows, [])
-                    for cells in filter(None, rows):  # a blank line has no cells
-                        if len(cells) != len(names):
-                            raise ValueError("not as many cells as columns")
-                        # as it stands in the file: a decoder of the file knows no line
-                        "\n".join(names + cells).encode(errors="surrogateescape").decode()
-                        yield rows.line_num, unique_keys(zip(names, cells))
-                except (csv.Error, ValueError) as e:
-                    raise BadInput(f"{source}:{rows.line_num}: {e}") from None
+            yield from read_csv(source, path, counts)
         elif files := files_of_folder(source):
             for file in files:
                 name = os.path.relpath(file, find_path(split_name(source)[0]))
                 for place, raw in read_records(file, counts):
                     yield f"{name}:{place}", raw
         else:
-            yield from read_table(source, Counter() if counts is None else counts)
+            yield from read_table(source, counts)
+
+
+def read_csv(source: str, path: Path, counts: Counter) -> Iterator[tuple[int, dict]]:
+    """As read_records. Not by a library that guesses types: that makes 1 of 01 and nothing of NA."""
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        # spreadsheets of some countries write semicolons
+        is_tsv = path.suffix.lower() == ".tsv"
+        delimiter = "\t" if is_tsv else max(",;\t", key=file.readline().count)
+        file.seek(0)
+        rows = csv.reader(file, strict=True, delimiter=delimiter)
+        try:
+            names = next(rows, [])
+            for cells in filter(None, rows):  # a blank line has no cells
+                missing = len(names) - len(cells)
+                if missing < 0:
+                    raise ValueError("more cells than columns")
+                if missing:  # some tools leave out the empty cells at the end
+                    counts["rows of a csv file with too few cells, the others read as empty"] += 1
+                # as it stands in the file: a decoder of the file knows no line
+                "\n".join(names + cells).encode(errors="surrogateescape").decode()
+                yield rows.line_num, unique_keys(list(zip(names, cells + [""] * missing)))
+        except (csv.Error, ValueError) as e:
+            raise BadInput(f"{source}:{rows.line_num}: {e}") from None
 
 
 # of the files that read_records reads; what has no such ending may be an id of the Hub

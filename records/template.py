@@ -3,7 +3,7 @@
 transformers runs the template in its sandbox. A template leaves out what it does not know, without a
 word: turns of a role, a field of a message, text beside a tool call; and some quote a text of JSON once
 more. So each rendered record is checked. Reading order: ChatTemplate.render, then the check: first what
-the record's texts are (Text, tag_texts), then whether they stand in what was rendered.
+the record's texts are (Text, tag_texts, texts_of_tools), then whether they stand in what was rendered.
 """
 
 import json
@@ -47,6 +47,15 @@ class Exchange(NamedTuple):
     """What stands between the prompt of the question and the answer's own text."""
     end: str
     """What ends the answer."""
+
+
+class Text(NamedTuple):
+    """A text of a dialogue, and where it stands there."""
+
+    turn: int  # -1: it is no text of a turn
+    role: str
+    field: str
+    text: str
 
 
 class ChatTemplate:
@@ -146,14 +155,10 @@ class ChatTemplate:
                 dialogues = [[*turns, answer] for answer in answers] or [turns]
                 prompt = write(turns, add_generation_prompt=True)
                 completions = [completion_text(write, prompt, turns, x) for x in answers]
-            check_tools(record, [*turns, *answers], "".join((prompt, *completions)))
-            earlier_reasoning = check_turns(turns, prompt, is_answer=False)
-            for answer, completion in zip(answers, completions):
-                check_turns([answer], completion, is_answer=True)
+            has_lost_reasoning = False
             for dialogue, completion in zip(dialogues, completions or [""]):
-                check_null(write, dialogue, prompt + completion)
-                earlier_reasoning |= self.check_kind(write, record, dialogue, bool(answers))
-        if earlier_reasoning:
+                has_lost_reasoning |= self.check(write, record, dialogue, prompt, completion)
+        if has_lost_reasoning:
             counts[EARLIER_REASONING] += 1
         if record.continues:
             counts[CONTINUED] += 1
@@ -166,13 +171,46 @@ class ChatTemplate:
         """Whether the template's text never names a field of a message."""
         return not re.search(rf"\b{re.escape(field)}\b", self.source)
 
-    def check_kind(
-        self, write: Write, record: Record, dialogue: list[dict], has_answer: bool
+    def check(
+        self, write: Write, record: Record, dialogue: list[dict], prompt: str, completion: str
     ) -> bool:
-        """Render the dialogue with a tag in place of each of its texts and count the tags: a lost text
-        may by chance stand within another one, a tag cannot. -> whether earlier reasoning is left out.
-        Raises LeftOut."""
+        """Whether the template writes all that a record says, each text once. -> whether it leaves out reasoning of
+        earlier turns. Raises LeftOut."""
+        answer = len(dialogue) - 1 if record.completions else None
+        rendered = prompt + completion
         tagged, texts = tag_texts(dialogue)
+        faults = []
+        for text in texts_of_tools(record, dialogue):
+            if not stands_in(text.text, rendered):
+                faults.append((text, "does not write"))
+        faults += [(texts[i], fault) for i, fault in self.tag_faults(write, record, tagged, texts)]
+        # A template may also cut a text by what is in it, such as thinking.
+        for text in texts:
+            place = rendered if text.turn == answer else prompt
+            if text.field in ("content", *REASONING) and not stands_in(text.text, place):
+                for piece in pieces_of(text):
+                    if not stands_in(piece.text, place):
+                        faults.append((piece, "does not write"))
+        has_lost_reasoning = False
+        for text, fault in faults:
+            is_lost_reasoning = fault == "does not write" and text.field in REASONING
+            if not is_lost_reasoning or text.turn == answer:
+                what = f"{text.field}: {text.text!r:.50} (data.left_out)"
+                raise LeftOut(f"{text.role}: the chat template {fault} its {what}")
+            has_lost_reasoning = True
+        emptied = without_null(dialogue)
+        if emptied != dialogue and "None" in rendered:
+            # a text may have this word, too
+            if rendered.count("None") > write(emptied).count("None"):
+                raise LeftOut("assistant: the chat template writes its content, null, as None")
+        return has_lost_reasoning
+
+    def tag_faults(
+        self, write: Write, record: Record, tagged: list[dict], texts: list[Text]
+    ) -> list[tuple[int, str]]:
+        """(number of a text, what the template does to it) for each text whose tag is not written once: a lost text may
+        by chance stand within another one, a tag cannot."""
+        has_answer = bool(record.completions)
         key = repr((tagged, bool(record.tools), record.template_kwargs, has_answer))
         if key not in self.faults_of_kind:
             if len(self.faults_of_kind) > 1000:  # tool calls with ids of their own: each is a kind
@@ -182,15 +220,7 @@ class ChatTemplate:
                 self.faults_of_kind[key] = tag_faults(rendered, texts)
             except Exception:  # the template looks into a text, as for a number: no tags there
                 self.faults_of_kind[key] = []
-        earlier_reasoning = False
-        for i, fault in self.faults_of_kind[key]:
-            text = texts[i]
-            is_last = has_answer and text.turn == len(dialogue) - 1
-            if fault == "does not write" and text.field in REASONING and not is_last:
-                earlier_reasoning = True
-            else:
-                raise left_out(text.role, text.field, text.text, fault)
-        return earlier_reasoning
+        return self.faults_of_kind[key]
 
 
 def define_date(date: str | None) -> str:
@@ -324,19 +354,6 @@ def as_json_text(arguments: object) -> object:
 # ---- is all there? -------------------------------------------------------------------------------
 
 
-class Text(NamedTuple):
-    """A text of a dialogue, and where it stands there."""
-
-    turn: int
-    role: str
-    field: str
-    text: str
-
-
-def left_out(role: str, field: str, text: str, fault: str = "does not write") -> LeftOut:
-    return LeftOut(f"{role}: the chat template {fault} its {field}: {text!r:.50} (data.left_out)")
-
-
 def tag_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
     """The dialogue with a tag in place of each text, and the texts in the order of their tags. Tags have
     a quotation mark, so that one sees whether a template quotes them."""
@@ -391,61 +408,36 @@ def stands_in(text: str, rendered: str) -> bool:
     return text in rendered or json.dumps(text, ensure_ascii=False)[1:-1] in rendered
 
 
-def split_thoughts(text: str) -> list[tuple[str, bool]]:
-    """The pieces of an assistant's text, and whether each is thinking: that ends with </think>, and
-    <think> may stand in the prompt."""
-    *thoughts, end = text.split("</think>")
+def pieces_of(text: Text) -> list[Text]:
+    """The text; of the assistant's the pieces, of which some are thinking: that ends with </think>, and <think> may
+    stand in the prompt."""
+    if text.role != "assistant" or text.field != "content":
+        return [text]
+    *thoughts, end = text.text.split("</think>")
     pieces = []
-    for x in thoughts:
-        *said, thought = x.split("<think>")
-        pieces += [(piece, False) for piece in said] + [(thought, True)]
-    return [*pieces, (end, False)]
+    for part in thoughts:
+        *said, thought = part.split("<think>")
+        pieces += [text._replace(text=piece.strip()) for piece in said]
+        pieces.append(text._replace(text=thought.strip(), field="thinking"))
+    return [*pieces, text._replace(text=end.strip())]
 
 
-def check_turns(turns: list[dict], rendered: str, is_answer: bool) -> bool:
-    """Whether each text stands in what was rendered: a template may cut a text by what is in it, such as
-    thinking. -> whether earlier reasoning is left out. Raises LeftOut."""
-    earlier_reasoning = False
-    for turn in turns:
-        role = turn["role"]
-        for field in ("content", *REASONING):
-            text = turn.get(field)
-            if not isinstance(text, str) or text.strip() in rendered:
-                continue
-            pieces = split_thoughts(text) if role == "assistant" else [(text, False)]
-            for piece, is_thought in pieces:
-                if stands_in(piece, rendered):
-                    continue
-                if is_answer or not (is_thought or field in REASONING):
-                    raise left_out(role, field, piece.strip())
-                earlier_reasoning = True
-    return earlier_reasoning
-
-
-def check_null(write: Write, dialogue: list[dict], rendered: str) -> None:
-    """Whether the template writes no `None` where a turn has no text. Raises LeftOut."""
-    emptied = without_null(dialogue)
-    if emptied == dialogue or "None" not in rendered:
-        return
-    # a text may have this word, too
-    if rendered.count("None") > write(emptied).count("None"):
-        raise LeftOut("assistant: the chat template writes its content, null, as None")
-
-
-def check_tools(record: Record, turns: list[dict], rendered: str) -> None:
-    """Whether all of the tools, and of what is called, stands in what was rendered. Raises LeftOut."""
-    calls = [call for turn in turns for call in turn.get("tool_calls") or []]
-    calls += [turn["function_call"] for turn in turns if turn.get("function_call")]
-    for tool in calls + (record.tools or []):
+def texts_of_tools(record: Record, dialogue: list[dict]) -> Iterator[Text]:
+    """The names, arguments and descriptions of the tools that there are and that are called, and the names of those
+    that answer."""
+    functions = []
+    names = []
+    for turn in dialogue:
+        functions += turn.get("tool_calls") or []
+        functions += [turn["function_call"]] if turn.get("function_call") else []
+        if turn["role"] in RESULTS and isinstance(turn.get("name"), str):
+            names.append(Text(-1, turn["role"], "name", turn["name"]))
+    for tool in functions + (record.tools or []):
         function = tool.get("function", tool)
         arguments = as_object(function.get("arguments"))
         for text in (function["name"], *keys_and_texts(arguments), *described(function)):
-            if not stands_in(text, rendered):
-                raise LeftOut(f"tools: the chat template does not write {text!r:.50} anywhere")
-    for turn in turns:
-        name = turn.get("name")
-        if turn["role"] in RESULTS and isinstance(name, str) and not stands_in(name, rendered):
-            raise left_out(turn["role"], "name", name)
+            yield Text(-1, "tools", "text", text)
+    yield from names
 
 
 def described(function: dict) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Rows as tools and published data sets have them, all invented: a few for each file of config/data and for each
+"""Rows as tools and published data sets have them, all invented: a few for each file of convert/forms and for each
 form that needs none.
 
-name of the file in config/data: (file name, records, the examples of kto.py, the pairs of dpo.py, what is dropped).
+name of the file in convert/forms: (file name, records, the examples of kto.py, the pairs of dpo.py, what is dropped).
 An example is written as `S: system | U: user | A: answer || the rated answer +` (+ up, - down), a pair as
 `U: user || chosen >> rejected`. None: dpo.py reads no pairs there."""
 
@@ -221,7 +221,7 @@ PRESETS = {
         ],
         ["U: Tea? || Mint. +", "U: Tea? | A: Hot. | U: And? || Wait. -"],
         None,
-        {"dropped: not rated": 2, "dropped by data.labels": 1},
+        {"dropped: not rated": 2, "dropped by --labels": 1},
     ),
     "librechat": (
         "chat.json",
@@ -230,7 +230,7 @@ PRESETS = {
         ["S: Barista. | U: Coffee? || Brew it. >> Boil it."],
         {
             "dropped: not rated": 1,
-            "dropped by data.where": 1,
+            "dropped by --where": 1,
             "dropped: with a file beside a message": 1,
         },
     ),
@@ -243,7 +243,7 @@ PRESETS = {
             "U: Tyre? || Six bar. -",
         ],
         None,
-        {"dropped by data.where": 2},
+        {"dropped by --where": 2},
     ),
     "langfuse": (
         "spans.jsonl",
@@ -265,8 +265,8 @@ PRESETS = {
         None,
         {
             "dropped: not rated": 1,
-            "dropped by data.labels": 1,
-            "dropped by data.where": 1,
+            "dropped by --labels": 1,
+            "dropped by --where": 1,
             "dropped: with an empty answer": 1,
             "dropped: whose raters disagree": 1,
         },
@@ -282,7 +282,7 @@ PRESETS = {
         ],
         ["U: Steep? || Yes. +", "U: Steep? | A: Yes. | U: Far? || No. -"],
         None,
-        {"dropped: not rated": 1, "dropped by data.labels": 1, "dropped: with an empty answer": 1},
+        {"dropped: not rated": 1, "dropped by --labels": 1, "dropped: with an empty answer": 1},
     ),
     "labelstudio": (
         "tasks.json",
@@ -300,7 +300,7 @@ PRESETS = {
         ],
         ["U: Spider? || Eight. +", "U: Bee? || Eight. -", "U: Crab? || Eight. -"],
         None,
-        {"dropped: whose raters disagree": 1, "dropped: not rated": 1, "dropped by data.labels": 1},
+        {"dropped: whose raters disagree": 1, "dropped: not rated": 1, "dropped by --labels": 1},
     ),
     "hh_rlhf": (
         "hh.jsonl",
@@ -367,7 +367,7 @@ PRESETS = {
             "U: Egg? || C. -",
         ],
         ["U: Prime? || B. >> A.", "U: Egg? || A. >> B."],
-        {"dropped by data.labels": 1},
+        {"dropped by --labels": 1},
     ),
     "ultrafeedback_scores": (
         "pairs.jsonl",
@@ -383,7 +383,7 @@ PRESETS = {
         ],
         ["U: Prime? || A. +"],
         ["U: Prime? || A. >> B."],
-        {"dropped by data.labels": 1},
+        {"dropped by --labels": 1},
     ),
     "argilla_ratings": (
         "pairs.jsonl",
@@ -408,7 +408,7 @@ PRESETS = {
         ],
         ["Prime? || A. -", "Prime? || A. +"],
         None,
-        {"dropped by data.labels": 1},
+        {"dropped by --labels": 1},
     ),
     "capybara_ratings": (
         "pairs.jsonl",
@@ -437,14 +437,14 @@ PRESETS = {
         ],
         ["U: Hi | A: Ho | U: 4? || A. +", "U: Hi | A: Ho | U: 0? || A. -"],
         None,
-        {"dropped by data.labels": 1},
+        {"dropped by --labels": 1},
     ),
     "helpsteer3": (
         "pairs.jsonl",
         [{"context": [user(f"{x}?")], **TWO, "overall_preference": x} for x in (-3, 0, 1)],
         ["U: -3? || Rain. +", "U: -3? || It rains. -", "U: 1? || Rain. -", "U: 1? || It rains. +"],
         ["U: -3? || Rain. >> It rains.", "U: 1? || It rains. >> Rain."],
-        {"dropped by data.labels": 1},
+        {"dropped by --labels": 1},
     ),
     "pku_saferlhf": (
         "pairs.jsonl",
@@ -546,7 +546,7 @@ PRESETS = {
         ],
         ["U: Hi | A: Ho | U: Rain? || Drip. -", "U: Hi | A: Ho | U: Rain? || Rain. +"],
         ["U: Hi | A: Ho | U: Rain? || Rain. >> Drip."],
-        {"dropped by data.labels": 1, "dropped: with an empty answer": 1},
+        {"dropped by --labels": 1, "dropped: with an empty answer": 1},
     ),
     "stack_exchange": (
         "pairs.jsonl",
@@ -569,7 +569,7 @@ PRESETS = {
         ],
         ["U: Prime? || A. +", "U: Prime? || B. +", "U: Prime? || A. -", "U: Prime? || B. +"],
         ["U: Prime? || A. >> B.", "U: Prime? || B. >> A."],
-        {"dropped by data.labels": 2},
+        {"dropped by --labels": 2},
     ),
     "summarize": (
         "pairs.jsonl",
@@ -595,7 +595,7 @@ PRESETS = {
         TREE,
         ["U: Egg? || Raw. -", "U: Egg? || Boil it. +"],
         ["U: Egg? || Boil it. >> Raw."],
-        {"dropped by data.labels": 1, "dropped by data.where": 1},
+        {"dropped by --labels": 1, "dropped by --where": 1},
     ),
     "oasst1_pairs": (
         "tree.jsonl",
@@ -629,7 +629,7 @@ PRESETS = {
             "U: Shorter.\n[2, 2, 2] || It rains. >> Rain.",
             "U: Shorter.\n[1, 2, 1] || Rain. >> It rains.",
         ],
-        {"dropped by data.labels": 1, "dropped: whose raters disagree": 1},
+        {"dropped by --labels": 1, "dropped: whose raters disagree": 1},
     ),
     "truthfulqa": (
         "lists.csv",

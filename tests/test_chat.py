@@ -11,7 +11,7 @@ import pytest
 import tokens
 import torch
 import transformers
-from conftest import assert_same, start, train
+from conftest import start, train
 from tiny_models import GQA, made
 from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
@@ -92,7 +92,9 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
             cut, lost = kind in CUT.get(name, ()), name in LOST and kind == "tool results"
             if "refused" in theirs or lost or (cut and "</think>" not in str(record["completion"])):
                 what = (
-                    "tools: .* does not write .weather.|must alternate" if lost else "chat template"
+                    "tools: .* does not write its text: .weather.|must alternate"
+                    if lost
+                    else "chat template"
                 )
                 what = "does not begin with the rendered prompt" if cut else what
                 with pytest.raises(BadInput, match=what):
@@ -288,7 +290,7 @@ def test_a_tool_or_a_call_that_the_template_leaves_out_is_refused():
         Record([user("p")], [bot("c")], tools=TOOLS),
         Record([user("p")], [bot("c")], tools=[WEATHER]),
     ):
-        with pytest.raises(BadInput, match="^tools: .* does not write 'weather' anywhere$"):
+        with pytest.raises(BadInput, match="^tools: .* does not write its text: 'weather'"):
             tokens.chat().render(record)
 
 
@@ -583,17 +585,24 @@ def test_data_py_tells_an_empty_turn_from_a_call_of_tools(real, tiny, tmp_path, 
     assert "\n answer (empty)\n" in words and "\n answer (a call of tools)\n" in words
 
 
-def test_labels_of_other_names_are_given_on_the_command_line(tiny, tmp_path, capsys):
-    stars = [rated(p, "c", n) for p, n in zip("abcdefghij", (1, 2, 3, 4, 5) * 2)]
-    source, labels = write(tmp_path / "d.jsonl", *stars), "--data.labels=up=4|5,down=1|2"
-    argv = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-3")
-    run = train(tiny, source, tmp_path / "run", *argv, labels)
-    table = capsys.readouterr().out
-    assert "train: 8 examples of 8 prompts, 4 desirable, 4 undesirable" in table
-    assert ", 2 dropped by data.labels" in table
-    named = [r | {"label": r["label"] > 3} for r in stars if r["label"] != 3]
-    same = train(tiny, write(tmp_path / "e.jsonl", *named), tmp_path / "same", *argv)
-    assert_same(run, same)
-    for wrong in ("up", "up=4,down=4"):
-        with pytest.raises(BadInput, match=f"^data.labels: {wrong}: expected name=name"):
-            train(tiny, source, tmp_path / "none", *argv, f"--data.labels={wrong}")
+def test_data_py_shows_the_first_record_of_each_kind_within_80_columns(real, tiny, tmp_path, shown):
+    model = shutil.copytree(real("qwen2.5"), tmp_path / "qwen")
+    shutil.copy(tiny / "config.json", model)
+    long = rated([user("word " * 300)], [bot("日本語" * 60)])
+    source = write(tmp_path / "d.jsonl", long, long, rated([user("Q\n\nR")], [bot("A")], False))
+    out = shown(source, "--model", model)
+    turns = out[out.index("\nup (") : out.index("\n\n'")]
+    assert f"\nup ({source}:1):\n  user      word word" in turns and "more lines]" in turns
+    assert f"\ndown ({source}:3):\n  user      Q\n\n            R\n  answer    A" in turns
+    # not that with pytest's long path
+    lines = [line for line in turns.splitlines() if line.startswith("  ")]
+    assert max(len(line) + len(re.findall("[日本語]", line)) for line in lines) <= 80
+
+
+def test_without_a_model_data_py_cuts_nothing_and_says_whose_tokens_it_counts(tmp_path, shown):
+    """The demo's model has room for 64 tokens: texts of a user's own model are longer."""
+    records = [rated("one prompt " * 40 + str(i), "an answer " * 40) for i in range(3)]
+    out = shown(write(tmp_path / "d.jsonl", *records))
+    assert "3 examples of 3 prompts" in out and "0 prompts cut, 0 completions cut" in out
+    assert out.startswith("tokens are those of the demo's tokenizer: give --model")
+    assert "no thumbs down" in out, "and that only one kind of thumb is there"

@@ -6,7 +6,6 @@ import io
 import json
 import random
 import re
-from collections import Counter
 from itertools import chain, product
 
 import datasets
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import torch
+from conftest import train
 from tokens import CHATML, EOS, bos, bot, chat, folder, ids_of, plain, rated, user, write
 
 import data
@@ -217,20 +217,18 @@ def features_of(label: list[str]) -> datasets.Features:
 
 
 @pytest.mark.parametrize(
-    "names, labels",
+    "names",
     [
-        ("undesirable desirable", None),
-        ("desirable undesirable", None),
-        ("chosen rejected", None),
-        ("up down", None),
-        ("True False", None),
-        ("1 0", None),
-        ("good bad", "up=good,down=bad"),
-        ("1 0", "up=0,down=1"),
+        "undesirable desirable",
+        "desirable undesirable",
+        "chosen rejected",
+        "up down",
+        "True False",
+        "1 0",
     ],
 )
-def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, names, labels):
-    good, bad = ("0", "1") if labels == "up=0,down=1" else sorted(names.split(), key=names.index)
+def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, names):
+    good, bad = names.split()
     good, bad = (bad, good) if good == "undesirable" else (good, bad)
     features = features_of(names.split())
     records = [
@@ -240,7 +238,7 @@ def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, nam
     table.to_parquet(tmp_path / "d.parquet")
     table.save_to_disk(tmp_path / "d")
     for source in ("d.parquet", "d"):
-        found = read(tmp_path / source, plain(), labels=labels)
+        found = read(tmp_path / source, plain())
         assert [e.label for e in found] == [True, False, True]
 
 
@@ -252,7 +250,7 @@ def test_the_name_of_a_class_that_means_neither_is_refused_and_no_class_is_no_la
     got = refusal(tmp_path / "d", plain())
     assert [re.sub("; there is.*", "", line) for line in got] == [
         f"{tmp_path}/d:2: label: expected true, false, 1, 0, chosen, rejected, desirable, undesirable, "
-        "up, down; got 'neutral' (see data.labels)",
+        "up, down; got 'neutral'",
         f"{tmp_path}/d:4: label: missing",
         f"{tmp_path}/d:5: label: missing",
     ]
@@ -373,27 +371,17 @@ def test_messages_are_the_same_ids_however_a_table_holds_them(tmp_path, monkeypa
         )
     )
     datasets.Dataset.from_list(by_key).to_parquet(tmp_path / "by_key.parquet")
-    sources = {
-        "by_key.parquet": Counter(),
-        write(tmp_path / "parts.jsonl", *parts): Counter(),
-        write(tmp_path / "texts.jsonl", *texts): Counter(
-            {f"whose {x} is a text of JSON, read as messages": 2 for x in ("prompt", "completion")}
-        ),
-    }
-    for source, said in sources.items():
-        found, counts = load(tmp_path / source, tokenizer)
+    texts_of_json = write(tmp_path / "texts.jsonl", *texts)
+    sources = ["by_key.parquet", write(tmp_path / "parts.jsonl", *parts), texts_of_json]
+    for source in sources:
+        found = read(tmp_path / source, tokenizer)
         assert list(map(ids, found)) == list(map(ids, right)), source
-        assert said <= counts
     # an image is more than its text; a text of another JSON is a text
     image = [user([{"type": "image_url", "image_url": "x"}])]
-    json_answer = rated("p", '[{"role": "cook"}]')
-    few = write(tmp_path / "few.jsonl", records[0], records[1] | {"prompt": image}, json_answer)
-    found, counts = load(few, tokenizer)
-    assert (
-        len(found) == 2
-        and counts["dropped: with a part of a message that is no text (image_url)"] == 1
-    )
-    assert tokenizer.decode(found[1].completions[0]) == '[{"role": "cook"}]\n'
+    (line,) = refusal(write(tmp_path / "few.jsonl", rated(image)), tokenizer)
+    assert ":1: prompt: expected a string, or messages with a known role and a text; got {" in line
+    (e,) = read(write(tmp_path / "few.jsonl", rated([user("p")], '[{"role": "cook"}]')), tokenizer)
+    assert tokenizer.decode(e.completions[0]).startswith('[{"role": "cook"}]')
     printed = write(
         tmp_path / "printed.jsonl", *[r | {"prompt": str(r["prompt"])} for r in records]
     )
@@ -441,13 +429,11 @@ def test_a_plain_completion_ends_with_one_eos(tmp_path):
 
 DIALOGUE = rated([user("p")], [bot("c")])
 QUESTION = {"question": "p", "completion": "c", "label": 1}
-# the records of a file, whether its tokenizer has a template, whether it is used, data.columns
+# the records of a file, whether its tokenizer has a template, whether it is used
 RENDERED = {
     "two strings are no dialogue": ([rated()], True, False),
     "an instruction is a turn of the user": ([QUESTION], True, True),
     "where there is a template": ([QUESTION], False, False),
-    "a question that is called a prompt": ([QUESTION], True, False, "prompt=question"),
-    "a prompt that is called an instruction": ([rated()], True, True, "instruction=prompt"),
     "strings before a dialogue": ([rated(), rated(), DIALOGUE], True, True),
     "a string before a message": ([rated("p", [bot("c")])], True, True),
     "an empty system beside a filled one": ([rated(system=""), rated(system="s")], True, True),
@@ -457,9 +443,9 @@ RENDERED = {
 
 @pytest.mark.parametrize("file", RENDERED)
 def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, file):
-    records, has_template, by_template, *columns = RENDERED[file]
-    tokenizer, columns = chat() if has_template else plain(), ",".join(columns)
-    found, counts = load(write(tmp_path / "d.jsonl", *records), tokenizer, columns=columns)
+    records, has_template, by_template = RENDERED[file]
+    tokenizer = chat() if has_template else plain()
+    found, counts = load(write(tmp_path / "d.jsonl", *records), tokenizer)
     without = "plain: the model's chat template is not used" if has_template else "plain"
     assert counts["by the chat template" if by_template else without] == len(found) == len(records)
     turn = ids_of(tokenizer, "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n")
@@ -570,14 +556,69 @@ def test_a_file_that_is_there_is_read_whatever_its_name(tmp_path, monkeypatch, n
     assert absolute_sources(source.name) == str(source)
 
 
-def test_a_field_that_data_columns_names_is_read_from_nowhere_else(tmp_path):
-    records = [rated(label="herbs", weight=700, good=x) for x in (True, False)]
-    source = write(tmp_path / "d.jsonl", *records)
-    found, counts = load(source, plain(), columns="label=good,weight=")
-    assert [(e.label, e.weight) for e in found] == [(True, 1), (False, 1)]
-    assert (
-        counts["with label, which nothing reads"] == counts["with weight, which nothing reads"] == 2
-    )
+def test_a_share_of_a_source_is_the_same_each_time_and_in_the_order_of_the_file(tmp_path):
+    def answers(source: str) -> list:
+        return [e.key for e in read(source, plain())]
+
+    source = write(tmp_path / "d.jsonl", *(rated(f"p{i}", f"c{i}") for i in range(100)))
+    every = answers(source)
+    first, again = answers(f"{source}#30"), answers(f"{source}#0.3")
+    assert first == again and len(first) == 30 and first != every[:30]
+    assert first == [x for x in every if x in set(first)]
+    assert answers(f"{source}#10,{source}#0.5")[:10] == answers(f"{source}#10")
+    pair = {"chosen": "a", "rejected": "b"}
+    pairs = write(tmp_path / "e.jsonl", *({"prompt": f"{i}", **pair} for i in range(9)))
+    assert len(answers(f"{pairs}#4")) == 8, "records, not ratings"
+    assert len(answers(write(tmp_path / "f#3.jsonl", rated()))) == 1
+    assert "1 records, but #2 asks for 2" in refusal(f"{tmp_path}/f#3.jsonl#2", plain())[0]
+    (line,) = refusal(f"{source}#x", plain())
+    assert "expected a number of records after #, or a part such as 0.3" in line
+
+
+def test_of_a_share_the_table_counts_only_what_is_taken(tmp_path):
+    odd = [rated("p", "", i, weight=2, note=1) for i in (0, 1)] * 10
+    source = write(tmp_path / "d.jsonl", *odd)
+    for taken in (20, 4):
+        _, counts = load(
+            f"{source}#{taken}",
+            plain(),
+        )
+        names = (
+            "with note, which nothing reads",
+            "with an empty completion",
+            "with a weight other than 1",
+        )
+        assert [counts[name] for name in names] == [taken] * 3
+
+
+def test_a_fork_makes_records_of_a_raw_one_and_a_resume_compares_them(tiny, tmp_path):
+    texts = {f"{i}": f"answer {i}" for i in range(8)}
+    source = write(tmp_path / "clicks.jsonl", *({"of": f"{i}", "up": i % 2} for i in range(9)))
+
+    def joined(click: dict) -> list[dict]:
+        answer = texts.get(click["of"])
+        return (
+            [{"prompt": click["of"], "completion": answer, "label": click["up"]}] if answer else []
+        )
+
+    argv = ["--batch_size=4", "--max_steps=2", "--data.max_prompt=16", "--data.max_completion=32"]
+    out = tmp_path / "out"
+    run = train(tiny, source, out, *argv, make_records=joined)
+    assert [row["step"] for row in run["rows"]] == [1, 2]
+    again = ["--resume=auto", "--max_steps=3", *argv[:1], *argv[2:]]
+    texts["0"] = "another answer"
+    with pytest.raises(BadInput, match="records"):
+        train(tiny, source, out, *again, make_records=joined)
+
+
+def test_a_line_of_an_error_names_the_source_of_a_converted_record(tmp_path):
+    converted = rated(source="feedback.json:12")
+    source = write(tmp_path / "d.jsonl", converted, converted | {"label": 3})
+    (line,) = refusal(source, plain())
+    assert line.startswith(f"{source}:2 (from feedback.json:12): label: expected true, false")
+    (e,), counts = load(write(tmp_path / "e.jsonl", converted | {"next": "thanks"}), plain())
+    assert e.where == f"{tmp_path}/e.jsonl:1 (from feedback.json:12)"
+    assert not [what for what in counts if "nothing reads" in what]
 
 
 # ---- split and table -----------------------------------------------------------------------------

@@ -25,7 +25,8 @@ COMMANDS = [
     shlex.split(line.split("#")[0])
     for block in re.findall(r"^```bash\n(.*?)^```", README + COMMANDS_PAGE, re.M | re.S)
     for line in block.splitlines()
-    if re.search(r"\w\.py\b", line) and "rate.py" not in line  # tests/test_rate.py starts the page
+    if re.search(r"\w\.py\b|-m convert", line)
+    and "rate.py" not in line  # tests/test_rate.py starts the page
 ]
 TRAINING = ("kto.py", "dpo.py", "spin.py", "online.py")
 
@@ -41,7 +42,7 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
         small += [f"--model={tiny}", f"--data.val={ratings}"]
         if "--data.train" not in argv:
             small += [f"--data.train={ratings}"]
-        if "config/data/openwebui.yaml" in argv:  # dialogues, and four ratings
+        if "thumbs.jsonl" in argv:  # dialogues, and six ratings
             small += ["--data.chat_template=config/dialogue.jinja", "--data.val=null", "--epochs=2"]
         small += [
             "--data.max_prompt=64",
@@ -55,8 +56,7 @@ def few_steps(argv: list[str], tiny: Path, ratings: Path) -> list[str]:
             skip = not skip
         else:
             keep.append(a)
-    files = {"ratings.jsonl": ratings, "feedback.json": ratings.with_name("feedback.json")}
-    return [*[str(files.get(a, a)) for a in keep], *small]
+    return [*[str(ratings) if a == "ratings.jsonl" else a for a in keep], *small]
 
 
 def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
@@ -65,8 +65,11 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
     monkeypatch.chdir(clone)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     _, records, *_ = foreign.PRESETS["openwebui"]
-    ratings.with_name("feedback.json").write_text(json.dumps(records))
+    (clone / "feedback.json").write_text(json.dumps(records))
     for command in COMMANDS:
+        if command[1:3] == ["-m", "convert"]:
+            assert subprocess.run([sys.executable, *command[1:]]).returncode == 0
+            continue
         at = [c.endswith(".py") for c in command].index(True)
         program, argv = command[at], command[at + 1 :]
         if program in TRAINING and not {"--help", "--print_config"} & set(argv):

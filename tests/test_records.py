@@ -15,8 +15,6 @@ import pytest
 from tokens import bot, rated, user
 
 from infra.console import BadInput
-from infra.settings import Data
-from records.foreign import Reader
 from records.forms import Record, check_extra, understand_record
 from records.sources import read_records
 
@@ -84,6 +82,15 @@ PAIRS = {
     ),
     "messages": ({"prompt": [P], "chosen": [bot("good")], "rejected": bot("bad")}, TWO),
     "implicit prompt": ({"chosen": [P, bot("good")], "rejected": [P, bot("bad")]}, TWO),
+    "LLaMA-Factory": (
+        {"conversations": [{"from": "human", "value": "p"}]}
+        | {x: {"from": "gpt", "value": y} for x, y in (("chosen", "good"), ("rejected", "bad"))},
+        TWO,
+    ),
+    "the prompt is the last question of two dialogues": (
+        pair(*([user("Hi"), bot("Ho"), P, bot(x)] for x in ("good", "bad"))),
+        TWO._replace(prompt=[user("Hi"), bot("Ho"), P]),
+    ),
     "prompt repeated, and a string": (
         pair([P, bot("good")], [P, bot("bad")]),
         TWO._replace(prompt="p"),
@@ -112,6 +119,19 @@ DEMOS = {
     "every role": (
         {"messages": [{"role": name, "content": "x"} for name in NAMES] + [C]},
         Record([{"role": role, "content": "x"} for role in ROLES], [C]),
+    ),
+    "other names of the assistant": (
+        {
+            "messages": [
+                P,
+                bot("c") | {"role": "ai"},
+                P,
+                {"from": "model", "value": "d"},
+                P,
+                bot("e") | {"role": "Bot"},
+            ]
+        },
+        Record([P, C, P, bot("d"), P], [bot("e")]),
     ),
     "messages beside a prompt": ({"prompt": "p", "messages": [P, C]}, Record([P], [C])),
     "messages beside both": (
@@ -149,7 +169,7 @@ def test_of_several_turns_the_last_is_the_completion():
 REFUSED = [
     # kind, record, the field that is named, a word of the reason
     ("rated", [1, 2], "record", "object"),
-    ("rated", {"prompt": "p", "liked": 1}, "label", "there is prompt, liked (see data.columns)"),
+    ("rated", {"prompt": "p", "liked": 1}, "label", "there is prompt, liked"),
     ("rated", {"completion": "c", "label": True}, "prompt", "missing"),
     ("rated", {"prompt": "p", "label": True}, "completion", "missing"),
     ("rated", rated(preference="chosen"), "label", "given twice"),
@@ -198,24 +218,6 @@ def test_a_label_is_never_guessed(field):
     for value in [*wrong, float("nan"), 10**30, 0.99999999, 1e-9]:
         with pytest.raises(BadInput, match="^label: expected true, false"):
             understand_record({"prompt": "p", "completion": "c", field: value}, "rated")
-
-
-def test_data_labels_says_what_other_labels_mean_and_drops_those_that_it_does_not_name():
-    counts = Counter()
-    reader = Reader(Data("d", labels="up=4|5,down=1|True,true=positive"), "rated", counts)
-
-    def labels(record: dict) -> list[bool | None]:
-        faults = []
-        found = [understand_record(x, "rated") for _, x in reader.read([("d:1", record)], faults)]
-        assert not faults
-        return [record.label for record in found]
-
-    for value, good in ((4, True), (5.0, True), ("4", True), (1, False), ("positive", True)):
-        assert labels({"prompt": "p", "completion": "c", "preference": value}) == [good]
-    assert labels(rated(label=True)) == [False]
-    for value in (3, None, False, 4.5, "up"):
-        assert labels(rated(label=value)) == []
-    assert counts == {"dropped by data.labels": 4, "dropped: not rated": 1}
 
 
 INFINITE = [float("nan"), float("inf"), 10**400, 1e30, -1e31]  # the last two nearly so in float32
@@ -305,10 +307,21 @@ def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):
         assert raw_records(path) == records
 
 
+def test_a_row_of_a_csv_file_with_too_few_cells_has_empty_ones_and_is_counted(tmp_path):
+    """Python's csv module reads such a row, and some tools leave out the empty cells at the end."""
+    path = tmp_path / "d.csv"
+    path.write_text("prompt,completion,label,system,tools\np,c,1\nq,d,0,s,\nr,e,1,,\n")
+    counts = Counter()
+    records = [raw for _, raw in read_records(str(path), counts)]
+    assert records[0] == {"prompt": "p", "completion": "c", "label": "1", "system": "", "tools": ""}
+    assert [understand_record(x, "rated").label for x in records] == [True, False, True]
+    assert counts == {"rows of a csv file with too few cells, the others read as empty": 1}
+
+
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("prompt,completion,label\na,b,1\n\na,b,c,1\n", ":4: not as many cells as columns"),
+        ("prompt,completion,label\na,b,1\n\na,b,c,1\n", ":4: more cells than columns"),
         ("prompt,completion,label,label\na,b,1,0\n", ":2: label: given twice"),
         ('prompt,completion,label\n"a,b,1\n', ":2: unexpected end of data"),
         ('"prompt,completion\n', ":1: unexpected end of data"),

@@ -40,7 +40,7 @@ def show(tmp_path, monkeypatch, capsys):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         settings = {"seed": 1, "kto": {"beta": 0.1}, "lora": {"rank": None}} | settings
-        settings = {"data": {"where": None}, "optim": {"schedule": "cosine"}} | settings
+        settings = {"data": {"date": None}, "optim": {"schedule": "cosine"}} | settings
         settings["out_dir"] = name
         text = (
             f"# kto.py, code {code}, records {records}, commit {name}\n{yaml.safe_dump(settings)}"
@@ -101,7 +101,7 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         ({"seed": 2, "lora": {"rank": 8}}, ["lora.rank=None", "lora.rank=8"]),
         ({"seed": 2, "finished": False}, ["ended=True", "ended=step-0"]),
         # a resume may change these, since it compares the records; they make other runs
-        ({"seed": 2, "data": {"where": "lang=de"}}, ["data.where=None", "data.where=lang=de"]),
+        ({"seed": 2, "data": {"date": "2026-01-31"}}, ["data.date=None", "data.date=2026-01-31"]),
         ({"seed": 2, "optim": {"schedule": "linear"}}, ["cosine", "schedule=linear"]),
         # the same file, which has grown
         ({"seed": 2, "records": "5d41402abc4b"}, ["records=11ede4685efe", "records=5d41402abc4b"]),
@@ -109,7 +109,7 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         ({"seed": 2, "code": "3d4e5f"}, ["code=0a1b2c", "code=3d4e5f"]),
         ({"seed": 2, "code": "0a1b2c+3d4e5f"}, ["code=0a1b2c", "code=0a1b2c+3d4e5f"]),
     ],
-    ids="bookkeeping_and_speed same_seed null finished data.where optim records code codes".split(),
+    ids="bookkeeping_and_speed same_seed null finished data.date optim records code codes".split(),
 )
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, settings, names):
     lines = show(show.run("out/a"), show.run("out/b", **settings))

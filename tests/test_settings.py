@@ -289,7 +289,7 @@ ODD = {
     "model": "null", "data.train": "a: b, [c] #d", "reference": "10", "out_dir": "2026-11-21", "resume": "yes",
     "max_steps": 7, "val_interval": 2,
     "save_interval": "0.001 epochs", "keep_best": "Größe 'x'\n", "progress": False, "data.val": "-v", "data.test": "on",
-    "data.date": "2026-01-31", "data.labels": "up=4|5", "optim.lr": 1e-7, "optim.warmup": "1 epoch",
+    "data.date": "2026-01-31", "data.extra": "up=4|5", "optim.lr": 1e-7, "optim.warmup": "1 epoch",
     "kto.beta": 0.1 + 0.2, "eval.stop": ["\n", "a: b"],
 }  # fmt: skip
 
@@ -416,3 +416,11 @@ def test_numbers_are_decimal_and_a_setting_of_another_type_refuses_a_text(
         else:
             value = settings.flatten(parse(*argv, cls=cls))[setting]
             assert value == expected and type(value) is type(expected)
+
+
+def test_files_of_the_project_that_a_config_names_are_found_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert settings.find_path("config/dialogue.jinja").exists()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "dialogue.jinja").write_text("mine")
+    assert settings.find_path("config/dialogue.jinja").read_text() == "mine"

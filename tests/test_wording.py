@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from test_convert import convert
 from test_data import parts_of
 from tokens import bos, bot, chat, plain, rated, user, write
 
@@ -89,8 +90,8 @@ def test_all_rated_messages_of_one_chat_are_in_one_part(tmp_path):
         chats.append({"messages": messages})
     source = write(tmp_path / "d.jsonl", *chats)
     columns = "messages=messages,id=.id,parent=.parent,label=.thumb"
-    settings = Data(source, split="50,50", columns=columns, labels="up=true,down=false")
-    parts, _ = parts_of(settings, tokenizer=chat())
+    converted = convert(source, columns=columns, labels="up=true,down=false")
+    parts, _ = parts_of(Data(converted, split="50,50"), tokenizer=chat())
     answers = [[e.completions[0].tobytes() for e in parts[name]] for name in ("train", "val")]
     assert len(answers[0]) + len(answers[1]) == 80 and min(map(len, answers)) > 24
     assert not set(answers[0]) & set(answers[1])

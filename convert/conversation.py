@@ -1,0 +1,187 @@
+"""A conversation whose messages carry ratings, or in which a pointer names the rated message.
+
+The messages are a list in their order, an object whose keys are their ids, a tree in which an answer lies inside
+the message that it answers, or all records of a file. Each becomes a Node, which knows the message that it answers.
+Exports hold every version of a turn: the prompt of a rated answer is not what stands before it, but its ancestors.
+
+Reading order: rated_messages, the whole way of a conversation; with_turns; nodes_of; turns_up_to.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from convert.answers import Judged, judge
+from convert.layout import Layout
+from convert.messages import message, role_of
+from convert.paths import elements, nearest, opened
+from convert.values import Skipped, is_there
+from infra.console import BadInput
+
+
+class Node(NamedTuple):
+    """A message of a conversation, and where it stands."""
+
+    id: str
+    parent: str | None  # the id of the message that it answers
+    raw: object
+    where: str
+
+
+# ---- from a conversation to judged answers -------------------------------------------------------
+
+
+def rated_messages(
+    layout: Layout, where: str, raw: dict | list, places: list[str]
+) -> Iterator[Judged]:
+    """The answers of the assistant in a conversation.
+
+    raw: a record, or a list of messages: those of a whole file. places: file:line of each message of such a file;
+    else empty. Raises Skipped, BadInput.
+    """
+    columns = layout.columns
+    messages = raw if isinstance(raw, list) else columns["messages"].one(raw)
+    if isinstance(messages, str):
+        messages = opened(messages)
+    if not is_there(messages):
+        raise Skipped("without messages")
+    if not isinstance(messages, list | dict):
+        raise BadInput(f"messages: expected a list, got {messages!r:.50}")
+    nodes = nodes_of(layout, where, messages, places)
+    by_id = {node.id: node for node in nodes}
+    if len(by_id) < len(nodes):
+        twice = Counter(node.id for node in nodes).most_common(1)[0][0]
+        raise BadInput(f"id: {twice}: two messages have it")
+    replies: dict[str | None, Node] = {}  # the user's first message after each answer
+    for node in nodes:
+        if role_of(layout, node.raw) == "user":
+            replies.setdefault(node.parent, node)
+    fields = {}
+    if isinstance(raw, dict):
+        fields = {"conversation_id": where, **layout.fields_beside(raw)}
+    rated_nodes = nodes
+    if "rated" in columns:
+        rated_nodes = [pointed_at(columns["rated"].one(raw), nodes, by_id)]
+    rating_ids = set()
+    for node in rated_nodes:
+        has_own_rating = columns["label"].inner or isinstance(raw, list)
+        ratings = [value for _, value in columns["label"].all(node.raw if has_own_rating else raw)]
+        one = Judged(node.where, fields)
+        if not any(map(is_there, ratings)):
+            if role_of(layout, node.raw) == "assistant":
+                yield one._replace(reason="not rated")
+            continue
+        rating_id = columns["rating_id"].one(node.raw) if "rating_id" in columns else None
+        if is_there(rating_id) and rating_id in rating_ids:
+            yield one._replace(reason="a copy, with the rating of another answer")
+            continue
+        rating_ids.add(rating_id)
+        try:
+            # where the messages are the records of a file, no path has a leading dot
+            layout.refuse_unwanted(node.raw, inner=isinstance(raw, dict))
+            turns = turns_up_to(layout, node, by_id)
+        except Skipped as e:
+            yield one._replace(reason=str(e))
+            continue
+        one = with_turns(layout, one, node, turns, replies.get(node.id))
+        yield one if one.reason else judge(layout, one, ratings)
+
+
+def with_turns(
+    layout: Layout, one: Judged, node: Node, turns: list[dict], reply: Node | None
+) -> Judged:
+    """A rated message of the assistant, with its prompt. turns: those before it and itself; reply: the user's next
+    message, which says what they thought of the answer. Raises BadInput where the message is not the assistant's."""
+    role = turns[-1]["role"] if turns else None
+    if role != "assistant":
+        raise BadInput(f"rated: message {node.id} is not the assistant's, but {role}'s")
+    *before, answer = turns
+    if not any(turn["role"] == "user" for turn in before):
+        return one._replace(reason="without a question")
+    fields = {**one.fields, "prompt": before}
+    for name in layout.extra:
+        column = layout.columns.get(name)
+        if column is not None and column.inner:
+            fields[name] = column.one(node.raw)
+    if reply is not None:
+        with suppress(Skipped):  # no text
+            one = one._replace(next=message(layout, reply.raw)["content"])
+    return one._replace(fields=fields, answer=answer)
+
+
+def pointed_at(pointer: object, nodes: list[Node], by_id: dict[str, Node]) -> Node:
+    """The message that a record's label is for, by its id or its place. Raises Skipped, BadInput."""
+    if not is_there(pointer):
+        raise Skipped("not rated")
+    if str(pointer) in by_id:
+        return by_id[str(pointer)]
+    if isinstance(pointer, int) and -len(nodes) <= pointer < len(nodes):
+        return nodes[pointer]
+    raise BadInput(
+        f"rated: {pointer}: no such message; there is {nearest(str(pointer), list(by_id))}"
+    )
+
+
+# ---- from a conversation to nodes ----------------------------------------------------------------
+
+
+def nodes_of(
+    layout: Layout,
+    where: str,
+    messages: list | dict,
+    places: list[str],
+    above: str | None = None,
+) -> list[Node]:
+    """The messages of a conversation, in the order of the file. above: the id of the message in which these lie, as
+    answers to it."""
+    columns = layout.columns
+    keys = list(messages) if isinstance(messages, dict) else range(len(messages))
+    nodes: list[Node] = []
+    for i, (key, raw) in enumerate(zip(keys, elements(messages))):
+        name = f"{above}.{key}" if above else str(key)
+        if "id" in columns:
+            name = str(columns["id"].one(raw))
+        parent = above
+        if "parent" in columns and above is None:
+            parent = columns["parent"].one(raw)
+        elif nodes and "children" not in columns:
+            parent = nodes[
+                -1
+            ].id  # without pointers to parents each message answers the one before it
+        nodes.append(Node(name, parent_id(parent), raw, places[i] if places else where))
+        if "children" in columns:
+            inner = elements(columns["children"].one(raw))
+            nodes += nodes_of(layout, where, inner, [], name)
+    return nodes
+
+
+def parent_id(parent: object) -> str | None:
+    """The id of a message's parent; None where it has none. Some exports write an id of zeros for that."""
+    if not is_there(parent) or re.fullmatch("0{8}[-0]*", str(parent)):
+        return None
+    return str(parent)
+
+
+def turns_up_to(layout: Layout, node: Node, by_id: dict[str, Node]) -> list[dict]:
+    """The turns from the first one to this one, in our form. Raises Skipped, and BadInput for a loop or a lost
+    parent."""
+    upwards = [node]
+    ids = {node.id}
+    while upwards[-1].parent is not None:
+        parent = upwards[-1].parent
+        if parent in ids:
+            raise BadInput(f"parent: {parent}: a loop: the message comes before itself")
+        if parent not in by_id:
+            raise BadInput(
+                f"parent: {parent}: message {upwards[-1].id} answers it, but it is not in the file"
+            )
+        ids.add(parent)
+        upwards.append(by_id[parent])
+    turns = []
+    for ancestor in reversed(upwards):
+        # the root of some exports is no message: it has neither role nor text
+        if is_there(layout.content.one(ancestor.raw)) or is_there(layout.role.one(ancestor.raw)):
+            turns.append(message(layout, ancestor.raw))
+    return turns

@@ -1,0 +1,242 @@
+"""Messages and dialogues of foreign records, in our form: a list of {"role", "content"}.
+
+A field may hold a text, messages under other names, a list of texts by turns, a text of JSON, or a text in which
+marks begin the turns; and an answer may be a whole dialogue, of which only the last turn is the answer.
+
+Reading order: text_or_turns (what a field of a record becomes); message and text_of (one message); texts in which
+marks begin the turns (--turns); with_dialogue (an answer that is a dialogue).
+"""
+
+import re
+
+from convert.layout import Layout
+from convert.paths import opened
+from convert.values import Skipped, is_there
+from infra.console import BadInput
+from records.forms import ALIASES, PROMPTS, as_text, as_turns
+
+# kinds of parts of a message that are no part of its text; step-start is a mark of the AI SDK
+LEFT_OUT = re.compile("think|reason|tool|function|_call|step-start")
+# the same parts where a tool writes them into the text: Open WebUI, Dify, and LibreChat
+# (no pattern begins with blanks, unless at the start of the text: a long run of them would take for ever)
+FLATTENED = re.compile(
+    r'<details type="(?:reasoning|tool_calls|code_interpreter)".*?</details>'
+    r"|^\s*<details style=[^>]*>\s*<summary>\s*Thinking\.\.\..*?</details>"
+    r"|^\s*:::thinking\n.*?\n:::",
+    re.DOTALL,
+)
+# the fields of a message that hold an image or a document beside its text
+FILES = {"files", "attachments", "images", "image_urls"}
+
+
+# ---- a field that holds a text or messages -------------------------------------------------------
+
+
+def text_or_turns(layout: Layout, name: str, value: object) -> object:
+    """What the column `name` of a prompt or an answer leads to: a text, messages in our form, or a list of texts
+    (see with_dialogue, alternating). Raises Skipped, BadInput."""
+    if isinstance(value, str):
+        try:
+            content = opened(value)
+        except BadInput as e:
+            raise BadInput(f"{name}: {e}") from None
+        if not is_message(content) and not is_list_of_messages(content):
+            return own_words(layout, value)
+        value = content
+    messages = value if isinstance(value, list) else [value]
+    if messages and all(isinstance(x, dict) for x in messages):
+        return [message(layout, x) for x in messages]
+    return value
+
+
+def is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(x, str) for x in value)
+
+
+def alternating(prompt: object) -> object:
+    """A list of texts as turns, of which the last is the user's; anything else as it is."""
+    if not is_list_of_texts(prompt):
+        return prompt
+    roles = ("user", "assistant")
+    last = len(prompt) - 1
+    return [{"role": roles[(last - i) % 2], "content": text} for i, text in enumerate(prompt)]
+
+
+def is_message(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.keys() >= {"role", "content"} or value.keys() >= {"from", "value"}
+
+
+def is_list_of_messages(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
+
+
+# ---- one message ---------------------------------------------------------------------------------
+
+
+def message(layout: Layout, raw: object) -> dict:
+    """One message in our form. Raises Skipped, BadInput."""
+    role = role_of(layout, raw)
+    if role is None:
+        known = ", ".join(layout.roles)
+        raise BadInput(f"role: {layout.role.one(raw)!r:.50}: not one of {known} (see --roles)")
+    calls = {}
+    if isinstance(raw, dict):
+        if any(is_there(raw[name]) for name in FILES & raw.keys()):
+            raise Skipped("with a file beside a message")
+        calls = {x: raw[x] for x in ("tool_calls", "tool_call_id") if is_there(raw.get(x))}
+        if role == "tool" and is_there(raw.get("name")):
+            calls["name"] = raw["name"]
+    text = own_words(layout, text_of(layout.content.one(raw)))
+    if role in ("system", "developer"):  # an empty one is what the model was given
+        return {"role": role, "content": text}
+    if not text and not calls:
+        raise Skipped("with an empty message")
+    return {"role": role, "content": text or None, **calls}
+
+
+def role_of(layout: Layout, raw: object) -> str | None:
+    """The role of a message, by our name; None for one that is not known."""
+    return layout.roles.get(as_text(layout.role.one(raw)).lower())
+
+
+def own_words(layout: Layout, text: str) -> str:
+    """A text without FLATTENED parts, and counted if it has one."""
+    if "<details" not in text and ":::thinking" not in text:
+        return text
+    pieces = FLATTENED.split(text)
+    if len(pieces) == 1:
+        return text
+    layout.counts["texts, of which reasoning or a call of tools was taken off"] += 1
+    return "\n\n".join(filter(None, map(str.strip, pieces)))
+
+
+def text_of(content: object) -> str:
+    """The text of a message: its parts joined, without reasoning and tools. Raises Skipped for a part that
+    is no text, such as an image: the answer was to more than the text."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    parts = content if isinstance(content, list) else [content]
+    return "".join([text_of_part(part) for part in parts])
+
+
+def text_of_part(part: object) -> str:
+    """The text of one part; empty for reasoning and tools. Raises Skipped."""
+    if isinstance(part, str):
+        return part
+    kind = type(part).__name__
+    if isinstance(part, dict):
+        named_kind = str(part.get("type", "text"))
+        if LEFT_OUT.search(named_kind) or part.get("thought") is True:  # so Gemini marks its own
+            return ""
+        inner = part.get("content")  # an item of OpenAI's Responses has parts of its own
+        if isinstance(inner, list):
+            return text_of(inner)
+        text = part.get("text")
+        if isinstance(text, dict):
+            text = text.get("value")
+        if isinstance(text, str):
+            return text
+        kind = named_kind or kind
+    raise Skipped(f"with a part of a message that is no text ({kind})")
+
+
+def with_joined_parts(value: object) -> object:
+    """Messages of our own form, whose contents may have parts; anything else as it is. Raises Skipped."""
+    if not is_list_of_messages(value):
+        return value
+    return [x | {"content": text_of(x["content"])} if has_parts(x) else x for x in value]
+
+
+def has_parts(message: dict) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+
+
+# ---- texts in which marks begin the turns (--turns) ----------------------------------------------
+
+
+def split_turns(value: object, marks: dict[str, str]) -> object:
+    """The messages of a text in which marks begin the turns. A text without marks stays one, and what is no text
+    stays as it is. marks: {mark: role}; none where --turns is not given."""
+    if not marks or not isinstance(value, str):
+        return value
+    # the longest first: a mark may begin with another one
+    longest_first = sorted(marks, key=len, reverse=True)
+    pattern = "|".join(re.escape(mark) for mark in longest_first)
+    # re.split gives what stands before the first mark, and then mark, words, mark, words, ...
+    before, *parts = re.split(f"({pattern})", value)
+    if not parts:
+        return value.strip()
+    turns = []
+    if before.strip():
+        turns.append({"role": "user", "content": before.strip()})
+    for mark, words in zip(parts[::2], parts[1::2]):
+        turns.append({"role": marks[mark], "content": words.strip()})
+    last = turns[-1]
+    if len(turns) > 1 and last["role"] == "assistant" and not last["content"]:
+        turns.pop()  # a prompt that ends where the answer begins
+    return turns
+
+
+# ---- an answer that is a dialogue ----------------------------------------------------------------
+
+
+def with_dialogue(fields: dict, name: str, answer: object, turn: object) -> tuple[dict, object]:
+    """The fields of the prompt, and the answer, to which the column `name` leads. An answer may be a whole dialogue:
+    messages, or a list of texts beside a list of prompts. turn: which answer of the dialogue counts, from 1; None:
+    the last. Raises Skipped, BadInput."""
+    prompt_field = next((x for x in fields if ALIASES.get(x, x) in PROMPTS), "prompt")
+    prompt = fields.get(prompt_field)
+    if prompt is not None:
+        fields = {**fields, prompt_field: alternating(prompt)}
+    if not isinstance(answer, list):
+        return fields, answer
+    if not all(map(is_there, answer)):
+        raise Skipped("with an empty answer")
+    if is_list_of_texts(answer):
+        answer = join_lists(prompt_field, prompt, answer)
+        prompt = None  # the dialogue has it now
+    if not all(isinstance(x, dict) for x in answer):
+        raise BadInput(f"{name}: expected a text, texts or messages; got {answer!r:.50}")
+    if turn is not None:
+        answer = answer[: end_of_turn(answer, turn)]
+    if not answer or answer[-1]["role"] != "assistant":
+        raise Skipped("whose last turn is not the assistant's")
+    *before, last = answer
+    if not last["content"] and not last.get("tool_calls"):
+        raise Skipped("with an empty answer")
+    if not before:
+        return fields, last
+    others = {x: value for x, value in fields.items() if ALIASES.get(x, x) not in PROMPTS}
+    if prompt is not None and before[0]["role"] not in ("user", "system"):
+        # the dialogue goes on from the prompt; else it has it already
+        return {**others, "prompt": [*as_turns(prompt), *before]}, last
+    contents = [str(turn["content"]).strip() for turn in before]
+    if isinstance(prompt, str) and prompt.strip() not in contents:
+        raise Skipped("whose dialogue does not have the prompt")
+    return {**others, "prompt": before}, last
+
+
+def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:
+    """The messages of a list of prompts (the field `name`) and a list of their answers. Raises BadInput."""
+    n_prompts = len(prompts) if is_list_of_texts(prompts) else 0
+    if n_prompts != len(answers):
+        raise BadInput(f"{name}: {n_prompts} texts beside {len(answers)} answers")
+    messages = []
+    for prompt, answer in zip(prompts, answers):
+        messages += as_turns(prompt)
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def end_of_turn(messages: list[dict], turn: object) -> int:
+    """How many messages there are up to the assistant's answer number `turn`, from 1. Raises BadInput."""
+    ends = [i + 1 for i, x in enumerate(messages) if x["role"] == "assistant"]
+    turn = as_text(turn)  # 2 of a table's 2.0
+    if not turn.isdecimal() or not 1 <= int(turn) <= len(ends):
+        raise BadInput(f"turn: {turn}: the dialogue has {len(ends)} answers")
+    return ends[int(turn) - 1]

@@ -1,0 +1,154 @@
+"""Foreign data to our own records, before training: python -m convert FILE [--form NAME] [--out FILE.jsonl].
+
+Without --form and --columns it says which form fits. Without --out it shows three records as they would come out.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import date, time
+from itertools import islice
+from pathlib import Path
+
+from convert.layout import Conversion
+from convert.paths import Column, names_in, nearest
+from convert.reader import Reader, converted
+from infra.console import BadInput, user_error
+from infra.parse import parse_command, read_yaml
+from infra.settings import find_path, read_text, split_commas
+from records.forms import as_text, refuse_half_characters, understand_record
+from records.show import show_record
+from records.sources import decoded_records, files_of, split_sources
+
+FORMS = Path(__file__).parent / "forms"
+
+
+def main(words: list[str]) -> None:
+    """Raises BadInput."""
+    settings = settings_of(words)
+    if settings == Conversion(settings.file, kind=settings.kind, out=settings.out):
+        settings = with_fitting_form(settings)
+    counts: Counter = Counter()
+    records = converted(settings, counts)
+    if settings.out:
+        write(records, settings, counts)
+    else:
+        shown = []
+        for record in records:
+            shown += [record] if len(shown) < 3 else []
+        for record in shown:
+            show_record(record["source"], understand_record(record, settings.kind))
+    print_table(settings, counts)
+
+
+def settings_of(words: list[str]) -> Conversion:
+    """The settings of a command line; options override those of the form. Raises BadInput."""
+    if words and not words[0].startswith("--"):
+        words = ["--file", *words]
+    settings = parse_command(Conversion, __doc__, words)
+    if settings.form:
+        settings = parse_command(Conversion, __doc__, words, read_form(settings.form))
+    out = Path(settings.out or "x.jsonl")
+    if out.suffix != ".jsonl" or out.exists() and out.samefile(find_path(settings.file)):
+        raise BadInput(f"--out: {out}: expected another file, whose name ends in .jsonl")
+    return settings
+
+
+def read_form(name: str) -> dict:
+    """The settings of a form, by its name in convert/forms or its file. Raises BadInput."""
+    file = find_path(name) if name.endswith((".yaml", ".yml")) else FORMS / f"{name}.yaml"
+    if not file.exists():
+        names = [form.stem for form in sorted(FORMS.glob("*.yaml"))]
+        raise BadInput(f"--form: {name}: no such form; there is {nearest(name, names)}")
+    with user_error("--form", str(file)):
+        return read_yaml(read_text(file))
+
+
+def write(records: Iterable[dict], settings: Conversion, counts: Counter) -> None:
+    """Write the records, so that the file is whole or not there. Raises BadInput."""
+    out = Path(settings.out)
+    unfinished = out.with_name(f".{out.name}.tmp")
+    try:
+        with user_error("--out"), open(unfinished, "w", encoding="utf-8") as file:
+            for record in records:
+                line = json.dumps(record, ensure_ascii=False, default=written)
+                refuse_half_characters(f"{record['source']}: record", line)
+                file.write(line + "\n")
+            if not file.tell():
+                dropped = [f"; {n:,} {what}" for what, n in counts.items() if what != "read"]
+                raise BadInput(f"{settings.file}: no records{''.join(dropped)}")
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def written(value: object) -> str:
+    """A value of a table that JSON does not have."""
+    return value.isoformat() if isinstance(value, date | time) else str(value)
+
+
+def print_table(settings: Conversion, counts: Counter) -> None:
+    """Say what was read, written and dropped."""
+    names = ("up", "down", "pairs", "unrated")
+    written_records = [f"{counts[name]:,} {name}" for name in names if counts[name]]
+    where = settings.out or "would be written"
+    print(f"\n{settings.file}: {counts['read']:,} records; {where}: {', '.join(written_records)}")
+    for what, n in counts.items():
+        if what not in ("read", *names):
+            print(f"  {n:,} {what}")
+
+
+# ---- which form fits -----------------------------------------------------------------------------
+
+
+def with_fitting_form(settings: Conversion) -> Conversion:
+    """The settings, with the form that fits where it is only to be shown. Raises BadInput if it must be given, and if
+    no form fits and these are no records of ours."""
+    file = files_of(split_sources(settings.file)[0])[0]
+    sample = list(islice(decoded_records(file, []), 200))
+    form = fitting_form(settings, sample)
+    n_ours, fault = try_settings(settings, sample)
+    if form and settings.out and not n_ours:
+        raise BadInput(f"{settings.file}: --form {form} fits: give it with --out {settings.out}")
+    if form and not settings.out:
+        ours = "; without it these are records of ours" if n_ours else ""
+        print(f"--form {form} fits{ours}", flush=True)
+        return replace(settings, form=form, **read_form(form))
+    if n_ours or not sample:
+        return settings
+    lines = [fault, "no form of convert/forms fits; say where the fields are (docs/convert.md):"]
+    for path in islice(names_in(sample[0][1]), 30):
+        value = as_text(Column(path).one(sample[0][1]))
+        lines.append(f"  {path} = {value[:60]!r}")
+    raise BadInput("\n".join(lines))
+
+
+def fitting_form(settings: Conversion, sample: list) -> str | None:
+    """The form of convert/forms whose paths are all in these records; of several the one with most."""
+    ranks = {}
+    for file in sorted(FORMS.glob("*.yaml")):
+        form = read_form(file.stem)
+        is_for_pairs = file.stem.endswith("_pairs")
+        if is_for_pairs and settings.kind != "paired":
+            continue
+        n_records, fault = try_settings(replace(settings, **form), sample)
+        if n_records and not fault:
+            ranks[file.stem] = (is_for_pairs, len(split_commas(form["columns"])))
+    return max(ranks, key=ranks.get, default=None)
+
+
+def try_settings(settings: Conversion, sample: list) -> tuple[int, str]:
+    """The number of records of ours that the settings make of a sample; and what is wrong, if anything."""
+    n_records = 0
+    try:
+        reader = Reader(settings, Counter())
+        for _ in reader.read([sample]):
+            n_records += 1
+    except BadInput as e:
+        return n_records, str(e).splitlines()[0]
+    text = str(sample)
+    marks = reader.layout.marks
+    has_marks = not marks or any(repr(mark)[1:-1] in text for mark in marks)
+    return n_records, "" if has_marks else "no text has the marks of --turns"

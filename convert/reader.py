@@ -1,0 +1,239 @@
+"""Records of ours from foreign ones, by the settings of a conversion.
+
+Reading order: Reader.read, the whole way of all files; one record; ratings or pairs; paths that find nothing; settled
+(one answer that is rated several times).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from convert.answers import Judged, judged_answers, own_record
+from convert.conversation import rated_messages
+from convert.layout import ANSWERS, REWARDS, Conversion, Layout
+from convert.paths import Column, elements, names_in, nearest, opened
+from convert.values import Skipped
+from infra.console import BadInput
+from records.forms import ALIASES, PROMPTS, understand_record
+from records.sources import decoded_records, files_of, split_sources
+
+# a file may have none of these
+OPTIONAL = ("system", "tools", "weight", "role", "content", "children", "rating_id")
+# (file:line, raw record)
+Raws = Iterable[tuple[str, object]]
+
+
+def converted(settings: Conversion, counts: Counter) -> Iterator[dict]:
+    """Our records of all files. Raises BadInput: see Reader.read."""
+    reader = Reader(settings, counts)
+    files = []
+    for name in split_sources(settings.file):
+        files += files_of(name)
+    yield from reader.read([decoded_records(file, reader.faults, counts) for file in files])
+
+
+class Reader:
+    """Makes records of ours of foreign ones, and counts what it reads, makes and leaves out."""
+
+    def __init__(self, settings: Conversion, counts: Counter):
+        """Raises BadInput."""
+        self.settings = settings
+        self.layout = Layout(settings, counts)
+        self.counts = counts
+        self.inner_records = Column(settings.records) if settings.records else None
+        self.samples: list[object] = []  # a few raw records, for messages
+        self.faults: list[str] = []
+
+    def read(self, files: list[Raws]) -> Iterator[dict]:
+        """Our records of those of several files. Raises BadInput at the end, with a line for each of the first twenty
+        bad records."""
+        layout = self.layout
+        all_answers = self._answers(files)
+        if layout.kind == "rated" and (self.settings.repeated or layout.is_by_raters):
+            all_answers = settled(all_answers, layout)
+        for answers in all_answers:
+            for where, record in self._written(answers):
+                try:
+                    understood = understand_record(record, layout.kind, layout.extra)
+                except BadInput as e:
+                    self.faults.append(f"{where}: {e}")
+                    continue
+                label = {True: "up", False: "down", None: "unrated"}[understood.label]
+                self.counts["pairs" if len(understood.completions) == 2 else label] += 1
+                yield {**record, "source": where}
+        line = self.path_that_finds_nothing()
+        if line or self.faults:
+            raise BadInput(line or "\n".join(self.faults[:20]))
+
+    # ---- one record ------------------------------------------------------------------------------
+
+    def _answers(self, files: list[Raws]) -> Iterator[list[Judged]]:
+        """The answers of each record. What is wrong with a record becomes a line in `faults`."""
+        for raws in files:
+            records = self._raw_records(raws)
+            places: list[str] = []
+            if self.layout.is_tree:
+                messages = list(records)
+                places = [where for where, _ in messages]
+                records = [(where, [raw for _, raw in messages]) for where in places[:1]]
+            for where, raw in records:
+                try:
+                    yield list(self._answers_of_record(where, raw, places))
+                except Skipped as e:
+                    self._drop(str(e))
+                except BadInput as e:
+                    self.faults.append(f"{where}: {e}")
+
+    def _raw_records(self, raws: Raws) -> Iterator[tuple[str, object]]:
+        """The records of a file, or those in the lists to which --records leads."""
+        for where, raw in raws:
+            inner = [(where, raw)]
+            if self.inner_records:
+                records = elements(self.inner_records.one(raw))
+                inner = [(f"{where}:{i}", record) for i, record in enumerate(records, 1)]
+            if len(self.samples) < 20:
+                self.samples += [record for _, record in inner] or [raw]
+            self.counts["read"] += len(inner)
+            yield from inner
+
+    def _answers_of_record(self, where: str, raw: object, places: list[str]) -> Iterable[Judged]:
+        """The answers of a record, or of a file that is one tree. Raises Skipped, BadInput."""
+        layout = self.layout
+        if layout.is_tree:
+            return rated_messages(layout, where, raw, places)
+        if not isinstance(raw, dict):
+            raise BadInput(f"record: expected an object, got {raw!r:.50}")
+        layout.refuse_unwanted(raw, inner=False)
+        if layout.rates_messages:
+            return rated_messages(layout, where, raw, [])
+        if layout.has_two_answers or layout.columns.keys() & set(ANSWERS):
+            return judged_answers(layout, where, raw)
+        return [own_record(layout, where, raw)]
+
+    def _drop(self, reason: str) -> None:
+        """Count what is left out; a reason that begins with `by ` names the setting that says so."""
+        colon = "" if reason.startswith("by ") else ":"
+        self.counts[f"dropped{colon} {reason}"] += 1
+
+    # ---- ratings or pairs ------------------------------------------------------------------------
+
+    def _written(self, answers: list[Judged]) -> Iterator[tuple[str, dict]]:
+        """(where, record of ours) of the answers of a record, as --kind asks for them."""
+        is_paired = self.layout.kind == "paired"
+        readable = []
+        for one in answers:
+            has_score = one.score is not None and one.answer is not None
+            is_between_cuts = is_paired and has_score and self.layout.labels.are_cuts
+            if one.reason and not is_between_cuts:
+                self._drop(one.reason)
+            elif self.layout.kind == "demonstrations" and one.label is False:
+                self._drop("down: not to be imitated")
+            elif one.answer is not None and (is_paired or self.layout.has_pairs):
+                readable.append(one)
+            else:
+                yield one.where, one.record
+        labels = self.layout.labels
+        # a pair for each prompt
+        groups: dict[str, list[Judged]] = {}
+        for one in readable:
+            groups.setdefault(key_of(one.fields), []).append(one)
+        if len(groups) > 1 and self.layout.has_two_answers:
+            self._drop("whose earlier turns differ")
+            return
+        for group in groups.values():
+            pairs = self._best_and_worst(group)
+            if not pairs:
+                self._drop("without a better and a worse answer")
+            for best, worst in pairs:
+                pair = {"chosen": best.answer, "rejected": worst.answer}
+                if labels.are_cuts and labels.higher_is_better and best.score is not None:
+                    pair |= zip(REWARDS, (best.score, worst.score))
+                yield best.where, {**best.fields, **pair}
+
+    def _best_and_worst(self, answers: list[Judged]) -> list[tuple[Judged, Judged]]:
+        """The pairs of the answers to one prompt: by their scores the best and the worst; else good against
+        bad ones, of two lists one by one and of others the first."""
+        scores = [one.score for one in answers]
+        if len(answers) > 1 and None not in scores:
+            is_descending = self.layout.labels.higher_is_better
+            order = sorted(answers, key=lambda one: one.score, reverse=is_descending)
+            return [(order[0], order[-1])] if order[0].score != order[-1].score else []
+        good = [one for one in answers if one.label is True]
+        bad = [one for one in answers if one.label is False]
+        pairs = list(zip(good, bad))
+        return pairs if self.layout.has_lists("chosen") else pairs[:1]
+
+    # ---- paths that find nothing -----------------------------------------------------------------
+
+    def path_that_finds_nothing(self) -> str:
+        """A line about a path that found nothing in any record, as one with a typo; empty: all found. Where the
+        path may find nothing, this is counted."""
+        layout = self.layout
+        needed = []
+        for name, column in layout.columns.items():
+            if name not in (*OPTIONAL, *layout.extra):
+                needed.append((f"--columns: {name}=", column))
+            elif column.was_asked and not column.was_found:
+                self.counts[f"without {name}={column.text}"] = self.counts["read"]
+        for column, sign, wanted in layout.where:
+            if sign == "=" and "null" not in wanted.texts:
+                needed.append(("--where: ", column))
+        if self.inner_records:
+            needed.append(("--records: ", self.inner_records))
+        for setting, column in needed:
+            if column.was_asked and not column.was_found:
+                near = nearest(column.text, self._names_beside(column))
+                return f"{setting}{column.text}: found in no record; there is {near}"
+        return ""
+
+    def _names_beside(self, column: Column) -> list[str]:
+        """The paths that a few records have; those in their messages, if the column's path leads there."""
+        if not column.inner:
+            return [name for sample in self.samples for name in names_in(sample)]
+        names = []
+        for sample in self.samples:
+            messages = self.layout.columns["messages"].one(sample)
+            messages = opened(messages) if isinstance(messages, str) else messages
+            for one in elements(messages):
+                names += [f".{name}" for name in names_in(one)]
+        return names
+
+
+# ---- one answer that is rated several times ------------------------------------------------------
+
+
+def settled(records: Iterable[list[Judged]], layout: Layout) -> Iterator[list[Judged]]:
+    """The answers of all records. Where one prompt and answer are rated several times, the last (first) rating counts
+    (--repeated), or that in which the raters agree (--raters)."""
+    answers = []
+    for answers_of_record in records:
+        answers += answers_of_record
+    groups: dict[str, list[int]] = {}
+    for i, one in enumerate(answers):
+        # with --repeated a rating that says nothing withdraws those before it
+        if layout.settings.repeated or not one.reason:
+            groups.setdefault(rating_key(one), []).append(i)
+    for group in groups.values():
+        counted = group[-1] if layout.settings.repeated == "last" else group[0]
+        reason = "rated again"
+        if layout.is_by_raters:
+            try:
+                label = layout.labels.agreed([answers[i].label for i in group])
+                answers[counted] = answers[counted]._replace(label=label)
+            except Skipped as e:
+                reason = str(e)
+                counted = -1
+        for i in group:
+            if i != counted:
+                answers[i] = answers[i]._replace(reason=reason)
+    yield answers
+
+
+def rating_key(one: Judged) -> str:
+    """What makes two ratings ratings of one answer: all but the label and what stands beside."""
+    names = {*PROMPTS, "completion", "messages", "system"}
+    return key_of({x: y for x, y in one.record.items() if ALIASES.get(x, x) in names})
+
+
+def key_of(fields: dict) -> str:
+    return json.dumps(fields, sort_keys=True, default=str)
