@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from data import Part, Step
 from infra.console import BadInput, Failed, say, user_error
-from infra.optimizer import iteration_plans
+from infra.optimizer import steps_per_epoch
 from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
 from model import Scores
 from models.hub import context_of, find_model, read_config
@@ -125,7 +125,7 @@ def check_examples(
     check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
     if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
-        iteration_plans(cfg, [len(examples["train"])])
+        steps_per_epoch(cfg, len(examples["train"]))
     if cfg.keep_best and not examples["val"]:
         raise BadInput(
             "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"

@@ -28,7 +28,7 @@ from attention import PromptCache
 from data import MicroBatch, Part, Step, made_ahead, step_examples
 from infra.console import BadInput, Failed, Interrupted, advance, progress, say, user_code
 from infra.devices import all_reduce, known_to_all, raise_together
-from infra.optimizer import Plan, clip_gradient, is_due, iteration_plans, lr_at
+from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
 from infra.seeds import generator_of, seed_for_forks
 from model import Scores
 from objective import Z, copied_to_cpu, join_columns
@@ -98,7 +98,7 @@ class Trainer:
         run = self.run
         assert plan or run.last_step == 0, "fit: the default plan has ended: give another one"
         examples = run.examples["train"] if examples is None else examples
-        plan = plan or iteration_plans(run.cfg, [len(examples)])[0]
+        plan = plan or run_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)
         self.first_step = run.state.step + 1

@@ -244,7 +244,8 @@ class Logger:
         self.total = plan.total
         batch_size = self.cfg.batch_size
         left_out = n - plan.per_epoch * batch_size
-        say(f"{plan.total:,} steps of {batch_size:,} examples")
+        length = f"{plan.total:,} steps of {batch_size:,} examples"
+        say(length + (", by max_steps, not by epochs" if self.cfg.max_steps else ""))
         say(f"{plan.per_epoch:,} steps per epoch, which leaves out {left_out:,} of {n:,} examples")
         warmup = steps_of(self.cfg.optim.warmup, plan.warmup_epoch)
         if warmup > plan.total:

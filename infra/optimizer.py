@@ -56,24 +56,43 @@ def is_due(step: int, interval: int | str | None, plan: Plan) -> bool:
     return step == plan.total or step % every == 0
 
 
+def steps_per_epoch(cfg: RunSettings, n: int) -> int:
+    """Steps of an epoch of n examples, which leaves out the remainder that does not fill a batch. Raises BadInput if
+    there is no step."""
+    steps = n // cfg.batch_size
+    refuse_unless(
+        steps,
+        f"{cfg.data.train}: {n} examples are fewer than batch_size={cfg.batch_size}; "
+        "give more examples or a smaller batch_size",
+    )
+    return steps
+
+
+def run_plan(cfg: RunSettings, n: int) -> Plan:
+    """The plan of a run without iterations, on n examples: max_steps if it is given, otherwise cfg.epochs epochs.
+    Raises BadInput."""
+    per_epoch = steps_per_epoch(cfg, n)
+    total = cfg.max_steps or cfg.epochs * per_epoch
+    return Plan(per_epoch, total, 0, total, per_epoch)
+
+
 def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
-    """A plan for each iteration, one after the other; iteration i has cfg.epochs passes over sizes[i]
-    examples. An epoch leaves out the remainder that does not fill a batch. All plans have one schedule: the
-    total of all iterations, and the first one's epoch. Iterations that begin after max_steps are left out.
-    Raises BadInput when there are fewer examples than batch_size."""
-    lengths = []  # steps of an iteration's epoch
+    """A plan for each iteration, one after the other; iteration i has cfg.epochs passes over sizes[i] examples.
+    max_steps ends the run earlier, and iterations that would begin later are left out. All plans have one schedule:
+    the total of all iterations, and the first one's epoch. Raises BadInput."""
+    lengths = [steps_per_epoch(cfg, n) for n in sizes]
     ends = [0]
-    for n in sizes:
-        per_epoch = n // cfg.batch_size
-        refuse_unless(
-            per_epoch,
-            f"{cfg.data.train}: {n} examples are fewer than batch_size={cfg.batch_size}; "
-            "give more examples or a smaller batch_size",
-        )
-        lengths.append(per_epoch)
-        ends.append(min(ends[-1] + cfg.epochs * per_epoch, cfg.max_steps or math.inf))
+    for per_epoch in lengths:
+        ends.append(ends[-1] + cfg.epochs * per_epoch)
+    total = cfg.max_steps or ends[-1]
+    refuse_unless(
+        total <= ends[-1],
+        f"max_steps: {total}, but the iterations have {ends[-1]} steps, and max_steps can only end them early: "
+        "give more iterations or epochs",
+    )
+    ends = [min(end, total) for end in ends]
     return [
-        Plan(per_epoch, ends[-1], begin, end, lengths[0])
+        Plan(per_epoch, total, begin, end, lengths[0])
         for per_epoch, begin, end in zip(lengths, ends, ends[1:])
         if begin < end
     ]

@@ -235,9 +235,10 @@ class RunSettings:
     later, and on a CPU with AVX512-BF16 or AMX where the model is large enough to gain; else 32-true."""
 
     epochs: PositiveInt = 1
-    """Passes over data.train; the smaller of epochs and max_steps ends the run."""
+    """Passes over data.train, of SPIN and online KTO in each iteration. max_steps overrides it."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps."""
+    """Optimizer steps of the run in place of epochs: data.train is read as often as they need. SPIN and online KTO
+    have their iterations of whole epochs, and end after so many steps in all."""
     stop_at: PositiveInt | None = free(None)
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
     batch_size: PositiveInt = 64

@@ -32,7 +32,7 @@ from infra.checkpoint import checkpoints_by_step, read_state
 from infra.console import BadInput, Failed
 from infra.parse import parse
 
-RUN = ("--batch_size=7", "--max_steps=9", "--epochs=9", "--optim.lr=1e-3", "--save_interval=2",
+RUN = ("--batch_size=7", "--max_steps=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
 VAL = f"--data.val={PARITY}/kto_data.jsonl"
 

@@ -140,7 +140,7 @@ def test_a_records_rewards_win_over_the_defaults():
     assert row["preference_loss"] == pytest.approx(1.8**2) and row["accuracy"] is None
 
 
-COMMON = ("--batch_size=3", "--max_steps=10", "--epochs=9", "--optim.lr=1e-3", "--dpo.beta=0.3",
+COMMON = ("--batch_size=3", "--max_steps=10", "--optim.lr=1e-3", "--dpo.beta=0.3",
           "--save_interval=null", "--dpo.sft_loss_weight=0.01")  # fmt: skip
 
 

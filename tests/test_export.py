@@ -35,7 +35,7 @@ from models.export import make_card
 from models.hub import find_model
 from records.tokenizer import Tokenizer
 
-STEPS = ("--batch_size=4", "--max_steps=4", "--epochs=9", "--optim.lr=1e-2", "--save_interval=1")
+STEPS = ("--batch_size=4", "--max_steps=4", "--optim.lr=1e-2", "--save_interval=1")
 STEPS += ("--keep_last=9", "--data.max_prompt=24", "--data.max_completion=24")
 LORA = (
     "--lora.rank=2",
@@ -234,7 +234,7 @@ def margin_of(folder: Path, base: Path) -> float:
     return sum(r[1::2]) / 4 - sum(r[::2]) / 4
 
 
-ONE_STEP_AT_A_TIME = ("--batch_size=4", "--max_steps=6", "--epochs=9", "--val_interval=1")
+ONE_STEP_AT_A_TIME = ("--batch_size=4", "--max_steps=6", "--val_interval=1")
 ONE_STEP_AT_A_TIME += ("--save_interval=1", "--keep_last=9", "--eval.samples=0")
 RUNS = {
     "full": ("--optim.lr=3e-5",),

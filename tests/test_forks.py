@@ -53,7 +53,7 @@ from trainer import Trainer
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))
 
-COMMON = ("--batch_size=6", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
+COMMON = ("--batch_size=6", "--max_steps=6", "--optim.lr=1e-2", "--save_interval=2",
           "--precision=32-true", "--micro_batch_size=4", "--eval.samples=0")  # fmt: skip
 
 
@@ -713,7 +713,7 @@ class Drawn(kto.KTO):
 def test_mismatched_pairs_that_are_drawn_at_random_are_the_same_on_all_ranks(
     tiny, ratings, tmp_path
 ):
-    argv = (*COMMON[:1], *COMMON[2:6], "--max_steps=4", "--micro_batch_tokens=60", "--strategy=ddp")
+    argv = (*COMMON[:1], *COMMON[2:5], "--max_steps=4", "--micro_batch_tokens=60", "--strategy=ddp")
     run, _ = ranks(2, lambda _: train(tiny, ratings, tmp_path, *argv, objective=Drawn))
     assert run["rows"][0]["loss"] == 0.5 and run["rows"][0]["kl/pairs"] == 6
 

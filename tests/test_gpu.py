@@ -30,7 +30,7 @@ from trainer import Trainer
 DEVICE = os.environ.get("KTO_GPU_TESTS", "cuda")
 READY = DEVICE == "cpu" or torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not READY, reason="no GPU here, or no -n 0")]
-RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-3", "--save_interval=null",
+RUN = ("--batch_size=7", "--max_steps=6", "--optim.lr=1e-3", "--save_interval=null",
        "--micro_batch_size=7")  # fmt: skip
 EXACT = ("--deterministic=true", "--precision=32-true")
 MIXED = "--precision=bf16-mixed"

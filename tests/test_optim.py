@@ -11,6 +11,7 @@ from torch import nn
 
 import checks
 import kto
+from infra.console import BadInput
 from infra.optimizer import (
     Plan,
     clip_gradient,
@@ -18,6 +19,7 @@ from infra.optimizer import (
     iteration_plans,
     lr_at,
     make_optimizer,
+    run_plan,
     steps_of,
     what_trains,
 )
@@ -49,14 +51,13 @@ def test_an_interval_is_steps_or_a_fraction_of_an_epoch():
         ({}, 10, 10),
         ({"epochs": 3}, 10, 30),
         ({"epochs": 3, "max_steps": 7}, 10, 7),
+        ({"epochs": 3, "max_steps": 47}, 10, 47),
     ],
 )
-def test_the_smaller_of_epochs_and_max_steps_ends_the_run_and_the_rest_is_left_out(
-    settings, per_epoch, total
-):
+def test_max_steps_overrides_epochs_and_an_epoch_leaves_out_the_rest(settings, per_epoch, total):
     # 10 batches and 7 examples
-    (plan,) = iteration_plans(run_settings(batch_size=8, **settings), [87])
-    assert (plan.per_epoch, plan.total) == (per_epoch, total)
+    plan = run_plan(run_settings(batch_size=8, **settings), 87)
+    assert (plan.per_epoch, plan.begin, plan.end, plan.total) == (per_epoch, 0, total, total)
     assert isinstance(plan.total, int), "range() takes it"
 
 
@@ -88,6 +89,8 @@ def test_iterations_lie_end_to_end_under_one_schedule():
     assert {(p.total, p.warmup_epoch) for p in plans} == {(50, 10)}
     plans = iteration_plans(run_settings(batch_size=8, max_steps=12), [87, 87, 87])
     assert [(p.end, p.total) for p in plans] == [(10, 12), (12, 12)], "max_steps counts all of them"
+    with pytest.raises(BadInput, match="^max_steps: 31, but the iterations have 30 steps"):
+        iteration_plans(run_settings(batch_size=8, max_steps=31), [87, 87, 87])
 
 
 # ---- the learning rate ---------------------------------------------------------------------------

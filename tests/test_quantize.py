@@ -25,7 +25,7 @@ from models.lora import disable_adapters, merged_weights
 from models.quantize import quantize_base
 from packing import pack
 
-RUN = ("--batch_size=7", "--max_steps=6", "--epochs=9", "--optim.lr=1e-2", "--save_interval=2",
+RUN = ("--batch_size=7", "--max_steps=6", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
     def adamw_8bit(policy, cfg):  # the function of docs/forks.md, "An optimizer"
         return bitsandbytes.optim.AdamW8bit(make_optimizer(policy, cfg).param_groups)
 
-    argv, out = (*RUN[:5], "--precision=32-true"), tmp_path / "run"
+    argv, out = (*RUN[:4], "--precision=32-true"), tmp_path / "run"
     trained = partial(train, tiny, ratings, optimizer=adamw_8bit)
     whole = trained(tmp_path / "whole", *argv)
     losses = [row["loss"] for row in whole["rows"]]

@@ -118,7 +118,7 @@ def test_every_config_trains_three_steps(
     settings = yaml.safe_load(config.read_text())
     model = llama if re.search("Llama|Qwen", settings["model"]) else tiny
     argv = few_steps(["--config", str(config)], model, kinds.get(program, ratings))
-    argv = [*argv, "--max_steps=3", "--epochs=9", f"--out_dir={tmp_path / 'run'}"]
+    argv = [*argv, "--max_steps=3", f"--out_dir={tmp_path / 'run'}"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
     main = import_module(program).main

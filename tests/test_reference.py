@@ -17,7 +17,7 @@ from models.export import export
 from models.hub import find_model
 from packing import pack
 
-COMMON = ("--batch_size=7", "--max_steps=8", "--epochs=9", "--optim.lr=1e-3", "--kto.beta=0.5",
+COMMON = ("--batch_size=7", "--max_steps=8", "--optim.lr=1e-3", "--kto.beta=0.5",
           "--precision=64-true", "--save_interval=null", "--micro_batch_size=3")  # fmt: skip
 SINGLE = [a if "64-true" not in a else "--precision=32-true" for a in COMMON]
 

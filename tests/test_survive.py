@@ -237,7 +237,7 @@ def test_a_schedulers_notice_and_then_its_limit_are_one_stop_that_is_saved(argv_
 
 # ---- a run's folder, and processes that end together ---------------------------------------------
 
-LONG = ("--max_steps=4000", "--epochs=9999", "--val_interval=null")
+LONG = ("--max_steps=4000", "--val_interval=null")
 
 
 def has_rows(out: Path, n: int = 4):
