@@ -159,6 +159,8 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         raise BadInput(
             f"{what}: {name}: a folder without config.json: no model of Hugging Face's form"
         )
+    elif weights and not base and not (folder / "lit_model.pth").exists():
+        weight_files(folder)  # now, not after the records are read
     return Source(folder, base and find_model(base, what, weights))
 
 
@@ -343,23 +345,43 @@ def stored_types(folder: Path) -> dict[str, torch.dtype]:
     if (folder / "lit_model.pth").exists():
         weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
         return {name: x.dtype for name, x in weights.get("model", weights).items()}
-    files = ["model.safetensors"]
-    if not (folder / files[0]).exists():
-        index = folder / "model.safetensors.index.json"
-        refuse_unless(
-            index.exists(),
-            f"{folder}: no file named model.safetensors, and none named {index.name} (a pytorch_model.bin is a "
-            "pickle and is never read; transformers loads it, and its save_pretrained writes the other)",
-        )
-        files = sorted(set(read_json(index)["weight_map"].values()))
     types = {}
-    for file in files:
-        with safe_open(folder / file, "pt") as weights:
+    for file in weight_files(folder):
+        not_whole = f"{file}: downloaded only in part? (hf download or git lfs pull fetches all)"
+        with user_error(not_whole), safe_open(file, "pt") as weights:
             for name in weights.keys():
                 stored = weights.get_slice(name).get_dtype()
                 if stored in STORED_TYPES:  # no integers
                     types[name] = STORED_TYPES[stored]
     return types
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a Hugging Face folder. Raises BadInput if one of them is missing."""
+    names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.exists() and not (folder / names[0]).exists():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    files = [folder / name for name in names]
+    refuse_missing_weights(folder, files)
+    return files
+
+
+def refuse_missing_weights(folder: Path, files: list[Path]) -> None:
+    """Raise BadInput if one of these files of weights is missing in a folder."""
+    missing = [file.name for file in files if not file.exists()]
+    if not missing:
+        return
+    reason = (
+        "either they were not downloaded (hf download, on a machine with a network), or there is another "
+        "format alone, which is not read"
+    )
+    if any(folder.glob("*.bin")):
+        reason = (
+            "a .bin file is a pickle and is never read (transformers and PEFT load it, and their "
+            "save_pretrained writes the other)"
+        )
+    raise BadInput(f"{folder}: weights are missing: no {', '.join(missing)[:200]}; {reason}")
 
 
 def read_whole(

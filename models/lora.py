@@ -25,7 +25,7 @@ from infra.console import BadInput, rank, user_error
 from infra.devices import gather_tensor, place_like
 from infra.rounding import round_at_random
 from infra.settings import Lora
-from models.hub import Source, read_json
+from models.hub import Source, read_json, refuse_missing_weights
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
 # {transformers' name of a layer: its adapter}, whole and on the CPU
@@ -333,11 +333,7 @@ def read_peft(folder: Path) -> PeftFolder:
         if value and not is_supported:
             raise BadInput(f"{file}: {name}: {value} is not supported")
     file = folder / "adapter_model.safetensors"
-    if not file.exists():
-        raise BadInput(
-            f"{folder}: no adapter_model.safetensors (an adapter_model.bin is a pickle and is never read; PEFT "
-            "loads it, and its save_pretrained writes the other)"
-        )
+    refuse_missing_weights(folder, [file])
     with user_error(None, file):
         tensors = load_file(file)
     peft = PeftFolder({}, {}, {}, config.get("modules_to_save") or [])

@@ -98,11 +98,11 @@ BUDGETS = {
     "sweep.py": 650,
     "trainer.py": 3_650,
     "infra/": 14_100,  # lists of texts are read by us, so that [no, 10] holds two texts
-    "models/": 12_100,  # weights are rounded at random where they are read and merged
+    "models/": 12_200,  # weights are rounded at random where they are read and merged
     "records/": 15_750,
     "convert/": 11_350,
     "rate/": 3_400,  # with the page, which is in records/ today
-    "tests/": 140_700,
+    "tests/": 141_200,
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.

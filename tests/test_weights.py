@@ -37,7 +37,9 @@ def test_a_litgpt_checkpoint_folder_loads_as_its_hugging_face_one_and_goes_out(t
     made(HF["llama"], tmp_path)
     gpt = load.load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    refused("no file named model.safetensors", load.load_model, tmp_path)
+    refused(
+        "weights are missing: no model.safetensors; either they were", load.load_model, tmp_path
+    )
     torch.save(gpt.state_dict(), tmp_path / "lit_model.pth")
     litgpt.utils.save_config(gpt.config, tmp_path)
     read = load.load_model(tmp_path)
@@ -97,6 +99,9 @@ def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     (tmp_path / "config.json").touch()
+    refused("weights are missing: no model.safetensors; either", find_model, "mistralai/a")
+    got.clear()
+    (tmp_path / "model.safetensors").touch()
     assert find_model("mistralai/a").folder == tmp_path and got == files
     got.clear()
     monkeypatch.setattr(sys, "argv", ["data.py", "d.jsonl", "--model", "mistralai/a"])
@@ -129,6 +134,19 @@ def git_lfs_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text(text)
 
 
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def other_format(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def half_of_a_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 def half_of_a_download(folder: Path) -> None:
     """One of two files is not there."""
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
@@ -141,9 +159,11 @@ BROKEN = {
     "config.json: Expecting value": lambda f: (f / "config.json").write_text('{"model_type": '),
     "config.json: .*model type .llamba.": lambda f: edited(f, model_type="llamba"),
     '"quantization_config" is not supported': lambda f: edited(f, quantization_config={"bits": 4}),
-    "no file named model.safetensors": lambda f: (f / "model.safetensors").unlink(),
-    "^{folder}: .*header too large": git_lfs_pointer,
-    "^{folder}: .*No such file.*model-2.safetensors": half_of_a_download,
+    "^{folder}: weights are missing: no model.safetensors; either they were not downloaded": no_weights,
+    "^{folder}: weights are missing: no model.safetensors; a .bin file is a pickle": other_format,
+    "^{folder}: weights are missing: no model-2.safetensors; either": half_of_a_download,
+    "^{folder}/model.safetensors: downloaded only in part.* header too large": git_lfs_pointer,
+    "^{folder}/model.safetensors: downloaded only in part": half_of_a_file,
     "do not fit config.json: .*mismatched.*wte": lambda f: edited(f, vocab_size=511),
     "do not fit config.json: .*missing.*ln_f.bias": with_weights(**{NORM: None}),
     "do not fit config.json: .*unexpected.*score": with_weights(score=torch.zeros(2)),
