@@ -317,25 +317,26 @@ def check_row(row: object) -> dict[str, float | None]:
     return numbers
 
 
-def not_finite_error(
+def check_finite(
     step: Step,
     loss_G: torch.Tensor,
     z: Z,
     grad_norm: torch.Tensor,
     step_number: int,
-) -> Failed | None:
-    """-> the error to raise if the norm, z or a loss of a step is not finite. All tensors are on the CPU."""
+) -> None:
+    """Raise Failed if the norm, z or a loss of a step is not finite. All tensors are on the CPU, and equal on all
+    ranks."""
     losses = loss_G.tolist()
     has_finite_pairs = z.mismatched_logratio_n.isfinite().all()
     if has_finite_pairs and not z.z_G.isfinite().all():
-        return Failed(
+        raise Failed(
             f"step {step_number}: make_z: z is not finite, though all log-ratios are: give a finite number, or one for "
             "each example, also for one without a mismatched pair; the weights are unchanged"
         )
     # a loss may be infinite where its gradient is not, as by a constant
     numbers = [grad_norm.item(), z.z_G.double().sum().item(), sum(losses)]
     if all(map(math.isfinite, numbers)):
-        return None
+        return
     pairs = zip(step.examples, losses)
     bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
     which = ", ".join(bad[:8]) or "not the loss of any one example"
@@ -347,7 +348,7 @@ def not_finite_error(
         )
     elif not bad or len(bad) == len(losses):
         advice = "; a resume does this step again: begin anew, with a smaller optim.lr"
-    return Failed(
+    raise Failed(
         f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
         f"weights are unchanged{advice}"
     )

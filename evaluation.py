@@ -21,7 +21,7 @@ from checks import as_python
 from data import Step
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, Failed, progress, say, user_code
-from infra.devices import Stop, all_reduce, on_all_ranks, on_rank_0
+from infra.devices import Stop, all_reduce, on_rank_0
 from infra.files import publish_folder
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
@@ -302,9 +302,11 @@ def validate(loop: Any, plan: Plan) -> bool:
         return False
     run.state.unvalidated = True
     is_rounded = done == plan.total and export_rounds(run)
-    is_saved = done > 0 and (done == plan.end or is_due(done, run.cfg.save_interval, plan))
+    # Saved before the checker is asked, because it may be slow and may fail. A resume validates again.
+    save_is_due = done == plan.end or is_due(done, run.cfg.save_interval, plan)
+    is_saved = done > 0 and (save_is_due or check_is_due(run, plan))
     if is_saved:
-        run.save()  # as not validated: a resume after an error in here begins it again
+        run.save()
     if is_rounded:
         export_step(run, "final", done)
         trained = row_of(loop, loop.val, "validation")
@@ -321,6 +323,14 @@ def validate(loop: Any, plan: Plan) -> bool:
     return is_best
 
 
+def check_is_due(run: Any, plan: Plan) -> bool:
+    """Whether the checker judges answers after this step."""
+    done = run.state.step
+    if run.evaluator.checker is None:
+        return False
+    return done == 0 or is_due(done, run.cfg.eval.check_interval, plan)
+
+
 def validation_row(loop: Any, plan: Plan) -> tuple[dict, list[dict]]:
     """-> a row of val.csv, and samples. A collective."""
     run = loop.run
@@ -329,7 +339,7 @@ def validation_row(loop: Any, plan: Plan) -> tuple[dict, list[dict]]:
     answered: list[Example] = []
     if run.evaluator.checker:
         share = kl_own = None
-        if done == 0 or is_due(done, run.cfg.eval.check_interval, plan):
+        if check_is_due(run, plan):
             share, answered = run.evaluator.accuracy(done)
             kl_own = own_kl(loop, answered)
         row = join_columns(row, {"checker_accuracy": share, "kl/own": kl_own})
@@ -342,7 +352,7 @@ def row_of(loop: Any, examples: list[Example], title: str) -> dict:
     if not examples[0].completions:
         return {}
     columns, z = copied_to_cpu(*loop.score_examples(examples, title))
-    return on_all_ranks(loop.run.fabric, lambda: loop.checked_metrics(columns, z))
+    return loop.metrics_row(columns, z)
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
     state: RunState
-    """What a checkpoint saves besides tensors. `step` is changed by Trainer.optimizer_step, the best step
+    """What a checkpoint saves besides tensors. `step` is changed by Trainer.train_step, the best step
     and `unvalidated` by evaluation.validate, the iteration's fields by begin_iteration,
     `reference_has_moved` by new_reference, `hashes` by load_records, all else by save."""
     folder: Path
@@ -215,10 +215,14 @@ class Run:
         """Write state.json of the last checkpoint again, now that its step is validated. A collective."""
         on_rank_0(self.fabric, lambda: save_state(self))
 
-    def save_and_say_how_to_go_on(self, reason: str) -> None:
-        """For a run that stops before its end."""
+    def stop_early(self, reason: str) -> None:
+        """Save before the last step, and say how to continue."""
         self.save()
-        say(f"stopped by {reason} at step {self.state.step} of {self.last_step}; go on with")
+        self.say_how_to_continue(f"stopped by {reason}")
+
+    def say_how_to_continue(self, why: str) -> None:
+        """Name the step of the last checkpoint, and the command that continues from it."""
+        say(f"{why}; saved up to step {self.saved_step} of {self.last_step}; continue with")
         settings = str(self.folder / "settings.yaml")
         say(f"  {command_to(['--config', settings, '--resume', 'auto'])}")
 

@@ -12,7 +12,6 @@ sum over the step's G examples, divided by G once.
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
 
-import copy
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -26,10 +25,10 @@ import checks
 import evaluation
 from attention import PromptCache
 from data import MicroBatch, Part, Step, made_ahead, step_examples
-from infra.console import BadInput, Failed, Interrupted, advance, progress, say, user_code
-from infra.devices import all_reduce, known_to_all, raise_together
+from infra.console import BadInput, Interrupted, advance, progress, say, user_code
+from infra.devices import all_reduce
 from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
-from infra.seeds import generator_of, seed_for_forks
+from infra.seeds import seed_for_forks
 from model import Scores
 from objective import Z, copied_to_cpu, join_columns
 from packing import PackedBatch
@@ -50,46 +49,26 @@ class Trainer:
         self.val = run.examples["val"]  # for evaluation.validate
         # the names of a loss's columns; for the keys see gather_columns
         self.column_names: dict[tuple, list[str]] = {}
-        # (random state, Objective.state_dict()) from before the step that is running: save_after puts them back
-        self.undo: tuple[torch.Tensor, dict] | None = None
-        self.is_changing_weights = False  # within optimizer_step
-        self.first_step = 1  # the number of the first step of the present fit
+        self.is_first_step = True  # whether the present fit has made no step yet
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
-        """The end of a run. After Interrupted, which is no error, the last step is saved; after an error too, if it can
-        be (save_after), and the error goes on."""
+        """End the run. After a signal in a validation or a rollout (Interrupted) the run is saved and ends as usual.
+        After an error nothing is saved: a line names the last checkpoint, and the error is re-raised."""
         run = self.run
         failed = kind not in (None, Interrupted)
         if kind is Interrupted:
             traceback.clear_frames(trace)  # they hold the model, which close must be able to free
-            run.save_and_say_how_to_go_on(run.stop.reason)
-        elif isinstance(error, Exception):  # a second Ctrl-C is none, and saves nothing
-            self.save_after(error)
+            run.stop_early(run.stop.reason)
+        elif isinstance(error, Exception) and (run.saved_step or run.state.iteration):
+            run.say_how_to_continue("stopped by an error")  # in an iteration answers are saved too
         run.close(failed)
         # Launchers kill the other processes once one has failed, and rank 0 may still upload its logs.
         if not failed and run.stop.signal and run.fabric.global_rank == 0:
             raise SystemExit(128 + run.stop.signal) from None  # as a shell reports a signal
         return not failed
-
-    def save_after(self, error: Exception) -> None:
-        """Save the last whole step, if no weight is halfway through a change and all ranks know of the error. A
-        resume then does the failed step, check or rollout again."""
-        run = self.run
-        # iterations are those of spin.py and online.py
-        has_begun = run.state.step > 0 or run.state.iteration > 0
-        if not has_begun or self.is_changing_weights or not known_to_all(run.fabric, error):
-            return
-        if self.undo:
-            random_state, remembered = self.undo
-            generator_of(run.fabric).set_state(random_state)
-            run.objective.load_state_dict(remembered)
-        try:
-            run.save_and_say_how_to_go_on("an error")
-        except Exception as e:
-            say(f"the last step is not saved: {e}")
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
         """Train on `examples` until plan.end, the last step of this iteration (plan.total: of the run). Defaults:
@@ -101,14 +80,13 @@ class Trainer:
         plan = plan or run_plan(run.cfg, len(examples))
         run.last_step = plan.total
         self.before_first_step(examples, plan)
-        self.first_step = run.state.step + 1
+        self.is_first_step = True
         for step, micro_batches in self.steps(examples, plan):
             self.train_step(step, micro_batches, plan)
             number = run.state.step
             is_best = False
-            has_checker = run.evaluator.checker is not None
-            check_is_due = has_checker and is_due(number, run.cfg.eval.check_interval, plan)
-            if check_is_due or is_due(number, run.cfg.val_interval, plan):
+            checks_answers = evaluation.check_is_due(run, plan)
+            if checks_answers or is_due(number, run.cfg.val_interval, plan):
                 is_best = evaluation.validate(self, plan)
             # does nothing where validate has saved this step already, before it spent time on it
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
@@ -116,37 +94,34 @@ class Trainer:
             if number == run.cfg.stop_at:
                 run.stop.reason = run.stop.reason or "stop_at"
             if run.stop.reason and number < plan.total:
-                run.save_and_say_how_to_go_on(run.stop.reason)
+                run.stop_early(run.stop.reason)
                 return False
         return True
 
     def train_step(self, step: Step, micro_batches: list[MicroBatch], plan: Plan) -> None:
-        """An optimizer step, and its row of metrics.csv if one is due. loss, make_z, metrics and after_step are
-        called before a weight changes: if one fails, save_after saves the run as it was before the step."""
+        """An optimizer step, and its row of metrics.csv if one is due."""
         run = self.run
         began = time.perf_counter()
-        number = run.state.step + 1
-        is_first = number == self.first_step
+        run.state.step += 1  # from here on the number of this step
+        number = run.state.step
         needs_row = is_due(number, run.cfg.log_interval, plan)
-        remembered = copy.deepcopy(run.objective.state_dict())
-        self.undo = generator_of(run.fabric).get_state(), remembered
         seed_for_forks(run.fabric, run.cfg.seed, number)
         run.policy.train()  # everywhere else it is in eval mode
         # the first step, which is slow and comes before any row, shows sooner that the run is alive
-        with self.progress(f"step {number}", step, silent=5 if is_first else 60):
+        with self.progress(f"step {number}", step, silent=5 if self.is_first_step else 60):
             columns, z = self.gradient(step, micro_batches, entropy=needs_row)
         run.policy.eval()
-        if is_first:
+        if self.is_first_step:
             checks.say_without_gradient(run.policy.module.unique_parameters())
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         columns, z, grad_norm = copied_to_cpu(columns, z, grad_norm)
-        objective_row, error = self.metrics_and_after_step(step, columns, z, needs_row)
-        not_finite = checks.not_finite_error(step, columns["loss"], z, grad_norm, number)
-        self.agree_on_error_and_stop(not_finite or error)
-        self.is_changing_weights = True
+        run.stop.agree(run.fabric.device)  # here, because the device has no work queued now
+        checks.check_finite(step, columns["loss"], z, grad_norm, number)
+        visible = {name: x for name, x in columns.items() if name not in LOOP_COLUMNS}
+        objective_row = self.metrics_row(visible, z) if needs_row else {}
+        with user_code("after_step"):
+            run.objective.after_step(step, visible, z)
         lr = self.optimizer_step(plan)
-        self.is_changing_weights = False
-        self.undo = None
         # On a GPU the optimizer may still run. The next step waits for it, and its time counts there.
         seconds = time.perf_counter() - began
         run.throughput.add(step.examples, seconds)
@@ -155,9 +130,10 @@ class Trainer:
             of_step = {"grad_norm": grad_norm.item(), "lr": lr}
             of_step |= self.loop_row(step, columns, plan) | run.throughput.read()
             run.logger.step(number, join_columns(objective_row, of_step), seconds)
-        if is_first:
+        if self.is_first_step:
             say(f"step {number}: {run.throughput.memory():.1f} GB of memory at its peak")
             checks.check_state_dict(run.objective)  # before hours are spent
+        self.is_first_step = False
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """The steps to come with this rank's micro-batches, packed. A thread makes and packs the next one while a step
@@ -296,7 +272,8 @@ class Trainer:
         all_reduce(mismatched_logratio_G)
         # without the examples that have no pair
         mismatched_logratio_n = mismatched_logratio_G[step.mismatched_index]
-        z = self.run.objective.make_z(mismatched_logratio_n, step)  # a number, or (G,)
+        with user_code("make_z"):
+            z = self.run.objective.make_z(mismatched_logratio_n, step)  # a number, or (G,)
         # in the type in which the losses are computed
         z = torch.as_tensor(z, device=device, dtype=torch.get_default_dtype())
         checks.check_z(z, step)
@@ -331,9 +308,10 @@ class Trainer:
     ) -> tuple[torch.Tensor, Columns]:
         """-> the weighted losses (B,) of a micro-batch, and its columns (B,). ref_logps: of its completions."""
         objective = self.run.objective
-        logps, ref_logps = objective.reduce_tokens(scores.logps, ref_logps, micro.length)
         batch = micro.with_outputs(scores.outputs)
-        given = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
+        with user_code("loss"):
+            logps, ref_logps = objective.reduce_tokens(scores.logps, ref_logps, micro.length)
+            given = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
         loss_B, own_columns = checks.check_loss(given, B=len(micro.part.index))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
@@ -387,46 +365,14 @@ class Trainer:
 
     # ---- after the gradient ----------------------------------------------------------------------
 
-    def metrics_and_after_step(
-        self, step: Step, columns: Columns, z: Z, needs_row: bool
-    ) -> tuple[dict, Exception | None]:
-        """metrics, where a row is due; then after_step, which may change what the objective remembers. Both come
-        before a weight changes: if one fails, a resume does the step again. -> metrics' columns, and the error, of
-        which the other ranks learn in agree_on_error_and_stop"""
-        objective = self.run.objective
-        visible = {name: x for name, x in columns.items() if name not in LOOP_COLUMNS}
-        row = {}
-        try:
-            if needs_row:
-                copies = {name: x.clone() for name, x in visible.items()}  # metrics may change them
-                row = self.checked_metrics(copies, z)
-            with user_code("after_step"):
-                objective.after_step(step, visible, z)
-        except (BadInput, Failed) as e:  # user_code makes Failed of all other errors
-            return {}, e
-        return row, None
-
-    def agree_on_error_and_stop(self, error: Exception | None) -> None:
-        """Raise the error if a step has one on any rank. Here the ranks also agree on whether to stop."""
-        run = self.run
-        # 0 is to go on, and no error; the largest number of all ranks counts
-        codes = torch.tensor([run.stop.code(), float(error is not None)], dtype=torch.float64)
-        if run.fabric.world_size > 1:
-            codes = all_reduce(codes.to(run.fabric.device), "max")
-        stop_code, has_error = codes.tolist()
-        run.stop.set_agreed(stop_code)
-        if has_error:
-            raise_together(error)
-
     def optimizer_step(self, plan: Plan) -> float:
-        """Change the weights by the learning rate of the step, clear the gradient and count the step. -> the rate"""
+        """Change the weights by the learning rate of the step, and clear the gradient. -> the rate"""
         run = self.run
-        lr = lr_at(run.state.step + 1, plan, run.cfg.optim)
+        lr = lr_at(run.state.step, plan, run.cfg.optim)
         for group in run.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        run.state.step += 1
         return lr
 
     def loop_row(self, step: Step, columns: Columns, plan: Plan) -> dict[str, float | None]:
@@ -443,13 +389,13 @@ class Trainer:
             row["engine/gap"] = self.run.engine_gap
         return row
 
-    def checked_metrics(self, columns: Columns, z: Z) -> dict[str, float | None]:
-        """A row by the objective's metrics. All tensors are on the CPU. Raises Failed."""
+    def metrics_row(self, columns: Columns, z: Z) -> dict[str, float | None]:
+        """A row by the objective's metrics. All tensors are on the CPU. Raises BadInput and Failed."""
         with user_code("metrics"):
-            try:
-                return checks.check_row(self.run.objective.metrics(columns, z))
-            except KeyError as e:
-                raise Failed(f"metrics: no column {e}: the loss must return it") from e
+            copies = {
+                name: x.clone() for name, x in columns.items()
+            }  # metrics may change them in place
+            return checks.check_row(self.run.objective.metrics(copies, z))
 
     # ---- steps and micro-batches -----------------------------------------------------------------
 
@@ -461,7 +407,8 @@ class Trainer:
             is_own = run.objective.overrides("mismatched_completions")
             if is_own:
                 seed_for_forks(run.fabric, run.cfg.seed, run.state.step)
-            completions = run.objective.mismatched_completions(examples)
+            with user_code("mismatched_completions"):
+                completions = run.objective.mismatched_completions(examples)
             if is_own:  # ranks may have drawn different random numbers: rank 0's count
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.budget)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -197,7 +197,7 @@ def reduce_number(number: float, op: str, device: torch.device) -> float:
 
 def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
     """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or OSError is raised
-    on all ranks (raise_together). A collective: no collective may be in `work`."""
+    on all ranks. A collective: no collective may be in `work`."""
     answer = error = None
     if fabric.global_rank == 0:
         try:
@@ -206,34 +206,8 @@ def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
             error = e
     answer, error = fabric.broadcast((answer, error))
     if error:
-        raise_together(error)
+        raise error
     return answer
-
-
-def raise_together(error: Exception | None) -> NoReturn:
-    """Raise an error of which every rank knows, on each rank. So the ranks can still save together. None: it is
-    another rank's."""
-    error = error or Failed("another process of this run has failed")
-    error.on_all_ranks = True
-    raise error
-
-
-def on_all_ranks(fabric: Fabric, work: Callable[[], Any]) -> Any:
-    """Call work() on each rank. -> what it returns here; a BadInput, Failed or OSError on any rank ends all ranks
-    (raise_together). A collective: no collective may be in `work`."""
-    answer = error = None
-    try:
-        answer = work()
-    except (BadInput, Failed, OSError) as e:
-        error = e
-    if reduce_number(float(error is not None), "max", fabric.device):
-        raise_together(error)
-    return answer
-
-
-def known_to_all(fabric: Fabric, error: BaseException | None) -> bool:
-    """Whether all ranks have this error, at the same point of the run."""
-    return fabric.world_size == 1 or getattr(error, "on_all_ranks", False)
 
 
 # ---- tensors on devices --------------------------------------------------------------------------
@@ -332,20 +306,16 @@ class Stop:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, f"{name}: stopping soon; Ctrl-C now ends at once\n".encode())
 
-    def code(self) -> float:
-        """What this rank knows: the number of a signal, or 0."""
-        return self.signal
-
-    def set_agreed(self, number: float) -> None:
-        """The largest number of all ranks, which they exchange in each step (Trainer.agree_on_error_and_stop). A
-        signal that arrives later waits for the next step's."""
+    def agree(self, device: torch.device) -> None:
+        """Set the reason on all ranks if one of them got a signal. A collective, called once per step. A signal that
+        arrives later waits for the next call."""
+        number = reduce_number(self.signal, "max", device)
         if number:
             self.signal = int(number)
             self.reason = signal.Signals(self.signal).name
 
     def check(self, device: torch.device) -> None:
         """Raise Interrupted if a signal asks the run to end. A collective, called between two units of work."""
-        number = reduce_number(self.signal, "max", device)
-        if number:
-            self.set_agreed(number)
+        self.agree(device)
+        if self.reason:
             raise Interrupted

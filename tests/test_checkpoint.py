@@ -135,7 +135,7 @@ def test_a_cell_of_a_notebook_goes_on_with_what_it_prints_and_reads_no_argument_
     assert parse(kto.Settings, None, kto.KTO, demo="demo.yaml").model == "demo/base"
     argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=8", "--max_steps=2"]
     kto.main([*argv, "--stop_at=1"])
-    (printed,) = re.findall(r"go on with\n  main\((\[.*\])\)", capsys.readouterr().out)
+    (printed,) = re.findall(r"continue with\n  main\((\[.*\])\)", capsys.readouterr().out)
     (out,) = (tmp_path / "out").iterdir()
     assert out.name.startswith("notebook-20") and str(out / "settings.yaml") in printed
     Mine = type("Mine", (kto.KTO,), {})

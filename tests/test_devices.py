@@ -302,10 +302,10 @@ def test_a_run_in_a_thread_leaves_the_signals_to_the_main_thread(tiny, ratings, 
 def test_a_signal_that_comes_after_the_ranks_have_agreed_waits_for_the_next_step(capfd):
     stop = Stop()
     try:
-        stop.set_agreed(stop.code())
+        stop.agree(torch.device("cpu"))
         os.kill(os.getpid(), signal.SIGTERM)
         assert not stop.reason
-        stop.set_agreed(stop.code())
+        stop.agree(torch.device("cpu"))
         assert stop.reason == "SIGTERM"
     finally:
         stop.close()

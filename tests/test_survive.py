@@ -144,7 +144,7 @@ def stopped(n: int, folder: Path, program: str, argv, at=None, signal_of=signal.
     assert not any(others), "a launcher would kill rank 0, which may still upload its logs"
     assert not any("rror" in err for *_, err in ended)
     said = "".join(said for _, said, _ in ended)
-    found = re.findall(r"^stopped by (.*) of .*go on with\n  python (.*)$", said, re.M)
+    found = re.findall(r"^stopped by (.*) of .*continue with\n  python (.*)$", said, re.M)
     assert len(found) == 1, "one rank says it"
     return ended[0][0], found[0][0], shlex.split(found[0][1])
 
@@ -152,31 +152,31 @@ def stopped(n: int, folder: Path, program: str, argv, at=None, signal_of=signal.
 # (arguments, where the signal comes, which, exit code, what is said) of one start after the other
 STOPS = {
     "kto": [
-        (("--stop_at=1",), None, 0, 0, "stop_at at step 1"),
-        ((), ((Fabric, "backward"), 1), signal.SIGTERM, 143, "SIGTERM at step 2"),
+        (("--stop_at=1",), None, 0, 0, "stop_at; saved up to step 1"),
+        ((), ((Fabric, "backward"), 1), signal.SIGTERM, 143, "SIGTERM; saved up to step 2"),
         (
             (),
             ((Trainer, "score_examples"), 1),
             signal.SIGINT,
             130,
-            "SIGINT at step 3",
+            "SIGINT; saved up to step 3",
         ),  # a validation
         (
             (),
             ((evaluation, "generate"), 1),
             signal.SIGINT,
             130,
-            "SIGINT at step 3",
+            "SIGINT; saved up to step 3",
         ),  # the check in it
     ],
     "spin": [
-        ((), ((sampler, "choose_token"), 8), signal.SIGINT, 130, "SIGINT at step 0"),
-        ((), ((rollout, "generate"), 4), signal.SIGHUP, 129, "SIGHUP at step 4"),
-        (("--stop_at=5",), None, 0, 0, "stop_at at step 5"),
+        ((), ((sampler, "choose_token"), 8), signal.SIGINT, 130, "SIGINT; saved up to step 0"),
+        ((), ((rollout, "generate"), 4), signal.SIGHUP, 129, "SIGHUP; saved up to step 4"),
+        (("--stop_at=5",), None, 0, 0, "stop_at; saved up to step 5"),
     ],
     "online": [
-        ((), ((Evaluator, "verdicts"), 1), signal.SIGUSR1, 138, "SIGUSR1 at step 0"),
-        ((), ((Evaluator, "verdicts"), 5), signal.SIGINT, 130, "SIGINT at step 8"),
+        ((), ((Evaluator, "verdicts"), 1), signal.SIGUSR1, 138, "SIGUSR1; saved up to step 0"),
+        ((), ((Evaluator, "verdicts"), 5), signal.SIGINT, 130, "SIGINT; saved up to step 8"),
     ],
 }
 
@@ -230,7 +230,7 @@ def test_a_schedulers_notice_and_then_its_limit_are_one_stop_that_is_saved(argv_
         child.signal(number)
         time.sleep(0.3)
     code, said, stderr = child.ended()
-    assert code == 128 + signal.SIGTERM and "stopped by SIGTERM at step 1" in said
+    assert code == 128 + signal.SIGTERM and "stopped by SIGTERM; saved up to step 1" in said
     assert stderr == "SIGUSR1: stopping soon; Ctrl-C now ends at once\n"
     assert (out / "checkpoints" / "step-00000001").exists()
 
@@ -288,9 +288,10 @@ def test_what_takes_less_memory_is_said_where_it_runs_out(argv_of, tiny, tmp_pat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     first = lambda: at_call((trainer, "clip_gradient"), 2, full)  # noqa: E731
-    code, said, stderr = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first).ended()
-    assert code == 1 and "go on with" in said
-    assert re.search("Tried to allocate.*\nout of memory: .*--micro_batch_tokens", stderr)
+    code, _, stderr = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first).ended()
+    assert code == 1 and re.search(
+        "Tried to allocate.*\nout of memory: .*--micro_batch_tokens", stderr
+    )
     argv = ["--model", str(tiny), "--prompt", "one"]
     first = lambda: at_call((generate, "generate"), 1, full)  # noqa: E731
     code, _, stderr = Started(tmp_path, "generate", argv, first).ended()
