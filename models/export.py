@@ -2,12 +2,16 @@
 adapters: lora.py.)"""
 
 import codecs
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+import huggingface_hub
 import torch
+import transformers
 import yaml
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from infra.checkpoint import read_settings, read_state
 from infra.rounding import dtype_of, is_narrower, round_at_random, widest
@@ -18,9 +22,10 @@ from models.hub import (
     Source,
     is_hub_id,
     mark_blocks,
+    names_in_model,
     read_config,
     read_json,
-    read_whole,
+    read_weights,
     root_id,
     stored_types,
     weights_hash,
@@ -153,16 +158,17 @@ def export(
     model.Packed. notes: more files, {name: text}. dtype: see export_types. seed: of the rounding. `weights` is
     empty afterwards, so that a large model need not be in memory twice. Raises BadInput."""
     types = export_types(source, next(iter(weights.values())).dtype, dtype)
-    hf = read_whole(source.root, read_config(source), widest(types.values()))
-    for name, p in hf.named_parameters():
-        # GPT-2's old files leave the prefix out
-        short = name.removeprefix(f"{hf.base_model_prefix}.")
-        p.data = p.data.to(types.get(name) or types.get(short) or widest(types.values()))
-    hf_weights = hf.state_dict(keep_vars=True)
+    with torch.device("meta"):
+        shell = transformers.AutoModelForCausalLM.from_config(read_config(source))
+    name_of = names_in_model(shell, types)
+    types_of = defaultdict(set)  # of a tensor that joins several weights of the files
+    for file_name, name in name_of.items():
+        types_of[name].add(types[file_name])
     # {our weight: the last of transformers' names that is cut from it}; after that one it is freed
     last_of = {r.name: name for name, r in rows.items()}
+    tensors = {}
     for name, r in rows.items():
-        if r.name not in weights:  # a tied head is the embedding, and a vision tower stays the same
+        if r.name not in weights:  # a tied head is the embedding
             continue
         x = r.of(weights[r.name])
         if adapter := adapters.get(name.removesuffix(".weight")):
@@ -171,18 +177,21 @@ def export(
             x = x + (delta.T if r.transposed else delta)
         if last_of[r.name] == name:
             del weights[r.name]
-        weight = hf_weights[name]
-        x = round_at_random(x, weight.dtype, name, seed)
-        # A new tensor. To write into the old one, which is mapped from the source's file, would first copy it into
-        # memory.
-        weight.data = torch.empty_like(weight).copy_(x)
-    hf.can_generate = lambda: False  # generation_config.json is copied: not all are valid
-    hf.save_pretrained(out, max_shard_size="5GB")
+        types_of_parts = types_of[name] or types_of[r.name] or types.values()
+        tensors[name] = round_at_random(x, widest(types_of_parts), name, seed)
+    tensors = revert_weight_conversion(shell, tensors)
+    # What is not ours stays the same: constants, a vision tower, layers that predict more tokens at once.
+    ours = {*rows, *(r.name for r in rows.values())}  # the files of litgpt have our names
+    ours -= dict(shell.named_buffers()).keys()
+    tensors |= read_weights(source.root, [x for x in types if name_of[x] not in ours])
+    for name, x in tensors.items():
+        tensors[name] = round_at_random(x, types.get(name, x.dtype), name, seed)
+    numbers_of = Counter()
+    for x in tensors.values():
+        numbers_of[x.dtype] += x.numel()
+    _write_weights(tensors, out)
     for file in source.files:
         copy_text(file, out / file.name)
-    numbers_of = Counter()
-    for p in hf.parameters():
-        numbers_of[p.dtype] += p.numel()
     _say_type_in_config(out / "config.json", numbers_of)
     templates = source.tokenizer / "additional_chat_templates"
     if templates.exists():
@@ -198,6 +207,18 @@ def export(
 def copy_text(file: Path, copy: Path) -> None:
     """Copy a file without its byte order mark, which would begin every prompt if the file is a chat template."""
     copy.write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
+
+
+def _write_weights(tensors: dict[str, torch.Tensor], out: Path) -> None:
+    """Write tensors as Hugging Face's files of at most 5 GB. `tensors` is empty afterwards."""
+    out.mkdir(parents=True, exist_ok=True)
+    split = huggingface_hub.split_torch_state_dict_into_shards(tensors)
+    for file, names in split.filename_to_tensors.items():
+        part = {name: tensors.pop(name).contiguous() for name in names}
+        save_file(part, out / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_config(out / "model.safetensors.index.json", index)
 
 
 def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | None = None) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from head import logp_of
 from infra.checkpoint import read_settings
@@ -356,6 +358,39 @@ def stored_types(folder: Path) -> dict[str, torch.dtype]:
     return types
 
 
+def read_weights(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """These weights, by their names in the files of a Hugging Face folder."""
+    found = {}
+    for file in weight_files(folder) if names else []:
+        with safe_open(file, "pt") as weights:
+            found |= {name: weights.get_tensor(name) for name in weights.keys() if name in names}
+    return found
+
+
+def names_in_model(hf: transformers.PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """For names of weights in files, the names of the tensors that they become in transformers' model. One tensor may
+    join many weights, such as those of all experts."""
+    conversions = get_model_conversion_mapping(hf)
+    renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
+    converters = [x for x in conversions if isinstance(x, WeightConverter)]
+    own = hf.state_dict()
+    found = {}
+    for name in names:
+        new, _ = rename_source_key(name, renamings, converters, hf.base_model_prefix, own)
+        found[name] = name if name in own and new not in own else new
+    return found
+
+
+def _unused_weights(text: transformers.PretrainedConfig) -> re.Pattern:
+    """Names of weights that may lie in the files though transformers has no place for them: constants in GPT-2's old
+    files, and layers that predict more than one token (multi-token prediction)."""
+    first = text.num_hidden_layers
+    n_more = getattr(text, "num_nextn_predict_layers", None) or 0
+    patterns = ["masked_bias$", r"(^|\.)mtp"]
+    patterns += [rf"\blayers\.{i}\." for i in range(first, first + n_more)]
+    return re.compile("|".join(patterns))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights of a Hugging Face folder. Raises BadInput if one of them is missing."""
     names = ["model.safetensors"]
@@ -410,8 +445,8 @@ def read_whole(
             return hf
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
-    unexpected = info["unexpected_keys"]  # a constant in GPT-2's old files is no weight
-    info["unexpected_keys"] = {name for name in unexpected if not name.endswith("masked_bias")}
+    unused = _unused_weights(config.get_text_config())
+    info["unexpected_keys"] = {x for x in info["unexpected_keys"] if not unused.search(x)}
     faults = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if faults:
         raise BadInput(f"{folder}: the weights do not fit config.json: {str(faults)[:300]}")

@@ -183,6 +183,7 @@ def test_a_type_that_is_no_language_model_is_refused_in_one_line_that_names_imag
         if end:  # as transformers 5.17 writes it for mistral3
             config.vision_config.rope_parameters = {"rope_type": "axial"}
         config.save_pretrained(tmp_path / kind)
+        (tmp_path / kind / "model.safetensors").touch()
         match = (
             f"^{tmp_path / kind}: transformers has no causal language model of type {kind}{end}$"
         )
@@ -239,6 +240,40 @@ for folder in folders:
     with torch.no_grad():
         print(json.dumps(hf(input_ids=torch.tensor([json.loads(ids)])).logits[0].tolist()))
 """
+
+
+def with_more_layers(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with those of a layer that predicts one more token, as DeepSeek-V3 and GLM-4.5 name them (a layer after
+    the last one) or as EXAONE and Qwen3-Next do."""
+    after = "mtp.layers.0." if name in ("exaone_moe", "qwen3_moe") else "model.layers.2."
+    last = {x.replace("model.layers.1.", after): w * 2 for x, w in weights.items() if ".1." in x}
+    return weights | last | {f"{after}eh_proj.weight": torch.ones(48, 96)}
+
+
+GO_BACK = ["gpt2", "gemma3", "mixtral", "qwen3_moe", "exaone_moe", "deepseek_v3", "glm4_moe",
+           "ernie4_5_moe", "granitemoe", "jetmoe", "phimoe"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GO_BACK)
+def test_each_weight_goes_back_in_its_type_also_one_that_is_not_computed(name, tmp_path):
+    """transformers joins the experts of a layer in one tensor, and has no place for some layers."""
+    folder_of(name, tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    weights = load_file(file)
+    if name not in ("gpt2", "gemma3"):
+        weights = with_more_layers(name, weights)
+        config = json.loads((tmp_path / "in" / "config.json").read_text())
+        config["num_nextn_predict_layers"] = 1
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    for i, (weight, x) in enumerate(weights.items()):
+        weights[weight] = x.bfloat16() if i % 3 else x.bfloat16().float()
+    save_file(weights, file, {"format": "pt"})
+    gpt = load.load_model(tmp_path / "in")
+    export(Source(tmp_path / "in"), gpt.rows, gpt.unique_parameters(), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in weights.items()}
+    assert same_weights(found, weights)
+    assert same(our_logits(tmp_path / "out"), our_logits(tmp_path / "in"))
 
 
 def test_runs_of_each_kind_go_out_to_a_process_without_our_code(ratings, tmp_path):

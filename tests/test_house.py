@@ -98,7 +98,7 @@ BUDGETS = {
     "sweep.py": 650,
     "trainer.py": 3_650,
     "infra/": 14_100,  # lists of texts are read by us, so that [no, 10] holds two texts
-    "models/": 12_200,  # weights are rounded at random where they are read and merged
+    "models/": 12_650,  # an export writes by the names and types of the files; random rounding
     "records/": 15_750,
     "convert/": 11_350,
     "rate/": 3_400,  # with the page, which is in records/ today
@@ -107,7 +107,7 @@ BUDGETS = {
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 38
-TOKENS_OF_A_RUN = 66_900
+TOKENS_OF_A_RUN = 67_350
 
 
 def n_tokens(file: Path) -> int:
