@@ -24,8 +24,9 @@ class Wording(NamedTuple):
     answers: list[str]
     """The record's own answers, together with the turn before them, or with the prompt of a plain record. An empty
     answer is an empty text."""
-    conversation_id: str = ""
-    """The record's field of this name."""
+    links: list[str]
+    """Two records with one of these in common are of one conversation: the conversation_id, and the user's first
+    question with its answer, because a system prompt may change from answer to answer."""
 
 
 def wording_of(record: Record, by_template: bool, prompt_ids: bytes) -> Wording:
@@ -38,7 +39,8 @@ def wording_of(record: Record, by_template: bool, prompt_ids: bytes) -> Wording:
         answer = words(completion)
         answers.append(prompt + answer if answer else "")
     digest = hashlib.sha256(prompt_ids).digest()
-    return Wording(prompt, digest, [prompt], answers, record.conversation_id)
+    links = [record.conversation_id] if record.conversation_id else []
+    return Wording(prompt, digest, [prompt], answers, links)
 
 
 def wording_of_messages(record: Record) -> Wording:
@@ -58,10 +60,16 @@ def wording_of_messages(record: Record) -> Wording:
         content = first_words + (content_of(completion) or "")
         answer = words_of_turn({**turn, "role": "assistant", "content": content})
         answers.append(hash_of([*texts[-1:], answer]) if answer else "")
+    links = [record.conversation_id] if record.conversation_id else []
     roles = [turn["role"] for turn in turns] + ["user"]
-    beginning = hash_of(texts[: roles.index("user") + 1])
+    n = roles.index("user") + 1  # turns up to the first question
+    if len(turns) == n:
+        links += filter(None, answers)
+    elif len(turns) > n:
+        links.append(hash_of(texts[n - 1 : n + 1]))
+    beginning = hash_of(texts[:n])
     digest = hashlib.sha256(beginning.encode()).digest()
-    return Wording(beginning, digest, in_prompt, answers, record.conversation_id)
+    return Wording(beginning, digest, in_prompt, answers, links)
 
 
 def words(text: str) -> str:
@@ -91,8 +99,8 @@ def hash_of(texts: list[str]) -> str:
 def digests_of_conversations(records: list[Wording]) -> list[bytes]:
     """A digest for each record, equal for all records of a conversation. The digest depends on no other conversation.
 
-    Records are of one conversation if they have the same beginning or the same conversation_id, or if the plain prompt
-    of one record begins with the prompt of the other.
+    Records are of one conversation if they have the same beginning or a link in common, or if the plain prompt of one
+    record begins with the prompt of the other.
     """
     digests = [b""] * len(records)
     first = None
@@ -109,10 +117,10 @@ def digests_of_conversations(records: list[Wording]) -> list[bytes]:
             digest = smaller[digest]
         return digest
 
-    digest_of_id: dict[str, bytes] = {}
+    digest_of_link: dict[str, bytes] = {}
     for record, digest in zip(records, digests):
-        if record.conversation_id:
-            other = digest_of_id.setdefault(record.conversation_id, digest)
+        for link in record.links:
+            other = digest_of_link.setdefault(link, digest)
             low, high = sorted((smallest(digest), smallest(other)))
             if low != high:
                 smaller[high] = low

@@ -40,6 +40,11 @@ TOGETHER = {
         [system("s"), bot("Hello"), *turns("q#")],
         [system("s"), bot("Hello"), *turns("q#", "a", "why?")],
     ],
+    "the system prompt has the time of day": [
+        [system("At ten"), *turns("q#")],
+        [system("At noon"), *turns("q#", "#", "why?")],
+        [system("At one"), *turns("q#", "#", "why?", "b", "and?")],
+    ],
     "plain texts with line breaks": ["User: q#\nBot:", "User: q#\nBot: a\nUser: why?\nBot:"],
     "plain texts with marks": ["[INST] q# [/INST]", "[INST] q# [/INST]a</s>[INST] why? [/INST]"],
 }
