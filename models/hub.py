@@ -404,8 +404,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def refuse_missing_weights(folder: Path, files: list[Path]) -> None:
     """Raise BadInput if one of these files of weights is missing in a folder."""
-    missing = [file.name for file in files if not file.exists()]
-    if not missing:
+    names = [file.name for file in files if not file.exists()]
+    if not names:
         return
     reason = (
         "either they were not downloaded (hf download, on a machine with a network), or there is another "
@@ -416,7 +416,7 @@ def refuse_missing_weights(folder: Path, files: list[Path]) -> None:
             "a .bin file is a pickle and is never read (transformers and PEFT load it, and their "
             "save_pretrained writes the other)"
         )
-    raise BadInput(f"{folder}: weights are missing: no {', '.join(missing)[:200]}; {reason}")
+    raise BadInput(f"{folder}: weights are missing: no {', '.join(names)[:200]}; {reason}")
 
 
 def read_whole(

@@ -234,8 +234,7 @@ def files_of_folder(source: str) -> list[str]:
         builder = datasets.load_dataset_builder(str(path), *config)
     settings = builder.config
     options = vars(settings)
-    known = {name: options[name] for name in KNOWN_OPTIONS if name in options}
-    default = type(settings)(**known)
+    default = type(settings)(**{x: options[x] for x in KNOWN_OPTIONS if x in options})
     has_classes = "ClassLabel" in str(builder.info.features)
     files = list((settings.data_files or {}).get(split, []))
     is_known = all(file.lower().endswith(ENDINGS) for file in files)

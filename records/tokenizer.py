@@ -52,8 +52,8 @@ class Tokenizer:
         self.root = source.root
         with user_error("tokenizer", folder):
             self.hf = load_tokenizer(folder)
-            known = known_text(self.hf)
-            self.adds_space = self.hf.tokenize(known)[0][0] in "▁Ġ"
+            probe = known_text(self.hf)
+            self.adds_space = self.hf.tokenize(probe)[0][0] in "▁Ġ"
         with user_error("data.chat_template"):
             if file := find_path(chat_template) if chat_template else source.chat_template:
                 self.hf.chat_template = read_text(file)
@@ -73,8 +73,8 @@ class Tokenizer:
         unknown = self.hf.unk_token_id
         self.unknown = None if unknown in (self.eos, self.bos) else unknown
         # what stands before a text that is encoded with all that the tokenizer adds
-        ids = self.hf(known).input_ids
-        (plain,) = self.encode([known])
+        ids = self.hf(probe).input_ids
+        (plain,) = self.encode([probe])
         starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
         self.prefix = ids[: starts[0]] if starts else []
         added = self.hf.added_tokens_decoder.values()
