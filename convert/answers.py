@@ -40,30 +40,33 @@ class Judged(NamedTuple):
     @property
     def record(self) -> dict:
         """Our record of it, with its label."""
-        own = {"completion": self.answer, "label": self.label, "next": self.next}
-        return self.fields | {name: value for name, value in own.items() if value is not None}
+        record = {"completion": self.answer, "label": self.label, "next": self.next}
+        return self.fields | {name: x for name, x in record.items() if x is not None}
 
 
-def judge(layout: Layout, one: Judged, ratings: list) -> Judged:
+def judge(layout: Layout, judged: Judged, ratings: list) -> Judged:
     """The answer, judged by these ratings. Raises BadInput."""
     score = number(ratings[0]) if len(ratings) == 1 else None
+    label = None
+    reason = ""
     try:
-        return one._replace(label=layout.labels.of(ratings), score=score)
+        label = layout.labels.of(ratings)
     except Skipped as e:
-        return one._replace(score=score, reason=str(e))
+        reason = str(e)
+    return judged._replace(label=label, score=score, reason=reason)
 
 
-def judge_by_own_label(layout: Layout, one: Judged) -> Judged:
+def judge_by_own_label(layout: Layout, judged: Judged) -> Judged:
     """The answer, judged by the field of its record that is the label. Raises BadInput."""
-    names = [name for name in one.fields if ALIASES.get(name, name) == "label"]
-    has_none = not layout.labels.wanted or layout.kind == "paired" or "chosen" in one.fields
+    names = [name for name in judged.fields if ALIASES.get(name, name) == "label"]
+    has_none = not layout.labels.wanted or layout.kind == "paired" or "chosen" in judged.fields
     if len(names) > 1:
         raise BadInput("label: given twice")
     if not names and has_none:
-        return one
-    ratings = [one.fields[name] for name in names]
-    fields = {name: value for name, value in one.fields.items() if name not in names}
-    return judge(layout, one._replace(fields=fields), ratings)
+        return judged
+    ratings = [judged.fields[name] for name in names]
+    fields = {name: value for name, value in judged.fields.items() if name not in names}
+    return judge(layout, judged._replace(fields=fields), ratings)
 
 
 def judged_answers(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
@@ -82,13 +85,13 @@ def judged_answers(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
                 raise
             yield Judged(where, prompt, reason=str(e))
             continue
-        one = Judged(where, fields, answer)
+        judged = Judged(where, fields, answer)
         if isinstance(judgement, list):
-            yield judge(layout, one, judgement)
+            yield judge(layout, judged, judgement)
         elif judgement is None:
-            yield judge_by_own_label(layout, one)
+            yield judge_by_own_label(layout, judged)
         else:
-            yield one._replace(label=judgement)
+            yield judged._replace(label=judgement)
 
 
 def answers_of(layout: Layout, raw: dict) -> Iterator[tuple[str, object, bool | list | None]]:
@@ -146,7 +149,7 @@ def own_record(layout: Layout, where: str, raw: dict) -> Judged:
     fields = prompt_fields(layout, raw)
     for name in layout.columns.keys() & fields.keys() & set(PROMPTS):
         fields[name] = alternating(fields[name])
-    one = Judged(where, fields)
+    judged = Judged(where, fields)
     if "label" in layout.columns:
-        return judge(layout, one, [rating for _, rating in layout.columns["label"].all(raw)])
-    return judge_by_own_label(layout, one)
+        return judge(layout, judged, [rating for _, rating in layout.columns["label"].all(raw)])
+    return judge_by_own_label(layout, judged)

@@ -66,16 +66,17 @@ def rated_messages(
         rated_nodes = [pointed_at(columns["rated"].one(raw), nodes, by_id)]
     rating_ids = set()
     for node in rated_nodes:
-        has_own_rating = columns["label"].inner or isinstance(raw, list)
-        ratings = [value for _, value in columns["label"].all(node.raw if has_own_rating else raw)]
-        one = Judged(node.where, fields)
+        has_its_rating = columns["label"].inner or isinstance(raw, list)
+        place = node.raw if has_its_rating else raw
+        ratings = [value for _, value in columns["label"].all(place)]
+        judged = Judged(node.where, fields)
         if not any(map(is_there, ratings)):
             if role_of(layout, node.raw) == "assistant":
-                yield one._replace(reason="not rated")
+                yield judged._replace(reason="not rated")
             continue
         rating_id = columns["rating_id"].one(node.raw) if "rating_id" in columns else None
         if is_there(rating_id) and rating_id in rating_ids:
-            yield one._replace(reason="a copy, with the rating of another answer")
+            yield judged._replace(reason="a copy, with the rating of another answer")
             continue
         rating_ids.add(rating_id)
         try:
@@ -83,14 +84,14 @@ def rated_messages(
             layout.refuse_unwanted(node.raw, inner=isinstance(raw, dict))
             turns = turns_up_to(layout, node, by_id)
         except Skipped as e:
-            yield one._replace(reason=str(e))
+            yield judged._replace(reason=str(e))
             continue
-        one = with_turns(layout, one, node, turns, replies.get(node.id))
-        yield one if one.reason else judge(layout, one, ratings)
+        judged = with_turns(layout, judged, node, turns, replies.get(node.id))
+        yield judged if judged.reason else judge(layout, judged, ratings)
 
 
 def with_turns(
-    layout: Layout, one: Judged, node: Node, turns: list[dict], reply: Node | None
+    layout: Layout, judged: Judged, node: Node, turns: list[dict], reply: Node | None
 ) -> Judged:
     """A rated message of the assistant, with its prompt. turns: those before it and itself; reply: the user's next
     message, which says what they thought of the answer. Raises BadInput where the message is not the assistant's."""
@@ -99,16 +100,16 @@ def with_turns(
         raise BadInput(f"rated: message {node.id} is not the assistant's, but {role}'s")
     *before, answer = turns
     if not any(turn["role"] == "user" for turn in before):
-        return one._replace(reason="without a question")
-    fields = {**one.fields, "prompt": before}
+        return judged._replace(reason="without a question")
+    fields = {**judged.fields, "prompt": before}
     for name in layout.extra:
         column = layout.columns.get(name)
         if column is not None and column.inner:
             fields[name] = column.one(node.raw)
     if reply is not None:
         with suppress(Skipped):  # no text
-            one = one._replace(next=message(layout, reply.raw)["content"])
-    return one._replace(fields=fields, answer=answer)
+            judged = judged._replace(next=message(layout, reply.raw)["content"])
+    return judged._replace(fields=fields, answer=answer)
 
 
 def pointed_at(pointer: object, nodes: list[Node], by_id: dict[str, Node]) -> Node:

@@ -109,6 +109,7 @@ class Layout:
         label = self.columns.get("label")
         has_inner_label = "messages" in self.columns and label is not None and label.inner
         self.rates_messages = has_inner_label or "rated" in self.columns or self.is_tree
+        self.has_inner_paths = self.rates_messages and not self.is_tree
         self._refuse_columns()
         self._refuse_labels()
         # a pair, or two answers and a verdict
@@ -121,11 +122,11 @@ class Layout:
     def _refuse_columns(self) -> None:
         """Raise BadInput for columns that are unknown, or do not go together."""
         columns = self.columns
-        known = [*FOREIGN, *TEXTS, "label", *BESIDE, *ALIASES, *self.extra]
+        names = [*FOREIGN, *TEXTS, "label", *BESIDE, *ALIASES, *self.extra]
         for name in columns:
-            if name not in known:
+            if name not in names:
                 raise BadInput(
-                    f"--columns: {name}: no field of ours; there is {nearest(name, known)}"
+                    f"--columns: {name}: no field of ours; there is {nearest(name, names)}"
                 )
             for other in TOGETHER.get(name, ()):
                 if other not in columns:
@@ -137,7 +138,7 @@ class Layout:
         if self.is_tree and "label" not in columns:
             raise BadInput("--columns: label: missing: where is the rating?")
         for column, _, _ in self.where:
-            if column.inner and (self.is_tree or not self.rates_messages):
+            if column.inner and not self.has_inner_paths:
                 raise BadInput(
                     f"--where: {column.text}: a leading dot stands for messages, and none are rated here; the "
                     f"record's own field is {column.text.removeprefix('.')}"
@@ -148,8 +149,8 @@ class Layout:
         has_verdict = "verdict" in self.columns
         ratings = self.columns.get("label", self.columns.get("verdict"))
         # of a field that only has another name, the values may be those of our own labels
-        has_foreign_values = ratings is not None and (has_verdict or not ratings.is_name)
-        if has_foreign_values and not self.labels.wanted:
+        has_foreign_values = ratings is not None and not ratings.is_name
+        if (has_verdict or has_foreign_values) and not self.labels.wanted:
             raise BadInput(
                 f"--labels: missing: what do the values of {ratings.text} mean? 0 may be down, no vote or a draw"
             )
@@ -214,8 +215,9 @@ class Layout:
         leading dot; else a record."""
         for column, sign, wanted in self.where:
             if column.inner == inner:
-                found = column.one(record)
+                value = column.one(record)
                 # of several values each must be as it says
-                for value in found if column.is_several and found else [found]:
+                values = value if column.is_several and value else [value]
+                for value in values:
                     if wanted.has(value) != (sign == "="):
                         raise Skipped("by --where")

@@ -13,7 +13,7 @@ from convert.layout import Layout
 from convert.paths import opened
 from convert.values import Skipped, is_there
 from infra.console import BadInput
-from records.forms import ALIASES, PROMPTS, as_text, as_turns
+from records.forms import ALIASES, PROMPTS, as_text, as_turns, is_message
 
 # kinds of parts of a message that are no part of its text; step-start is a mark of the AI SDK
 LEFT_OUT = re.compile("think|reason|tool|function|_call|step-start")
@@ -25,7 +25,8 @@ FLATTENED = re.compile(
     r"|^\s*:::thinking\n.*?\n:::",
     re.DOTALL,
 )
-# the fields of a message that hold an image or a document beside its text
+# the fields of a message that hold calls of tools; and those with an image or a document beside its text
+CALLS = {"tool_calls", "tool_call_id"}
 FILES = {"files", "attachments", "images", "image_urls"}
 
 
@@ -62,12 +63,6 @@ def alternating(prompt: object) -> object:
     return [{"role": roles[(last - i) % 2], "content": text} for i, text in enumerate(prompt)]
 
 
-def is_message(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return value.keys() >= {"role", "content"} or value.keys() >= {"from", "value"}
-
-
 def is_list_of_messages(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
 
@@ -79,13 +74,14 @@ def message(layout: Layout, raw: object) -> dict:
     """One message in our form. Raises Skipped, BadInput."""
     role = role_of(layout, raw)
     if role is None:
-        known = ", ".join(layout.roles)
-        raise BadInput(f"role: {layout.role.one(raw)!r:.50}: not one of {known} (see --roles)")
+        roles = ", ".join(layout.roles)
+        raise BadInput(f"role: {layout.role.one(raw)!r:.50}: not one of {roles} (see --roles)")
     calls = {}
     if isinstance(raw, dict):
-        if any(is_there(raw[name]) for name in FILES & raw.keys()):
+        if not FILES.isdisjoint(raw) and any(is_there(raw.get(name)) for name in FILES):
             raise Skipped("with a file beside a message")
-        calls = {x: raw[x] for x in ("tool_calls", "tool_call_id") if is_there(raw.get(x))}
+        if not CALLS.isdisjoint(raw):
+            calls = {name: raw[name] for name in CALLS if is_there(raw.get(name))}
         if role == "tool" and is_there(raw.get("name")):
             calls["name"] = raw["name"]
     text = own_words(layout, text_of(layout.content.one(raw)))
@@ -98,7 +94,10 @@ def message(layout: Layout, raw: object) -> dict:
 
 def role_of(layout: Layout, raw: object) -> str | None:
     """The role of a message, by our name; None for one that is not known."""
-    return layout.roles.get(as_text(layout.role.one(raw)).lower())
+    value = layout.role.one(raw)
+    if isinstance(value, str) and value in layout.roles:
+        return layout.roles[value]
+    return layout.roles.get(as_text(value).lower())
 
 
 def own_words(layout: Layout, text: str) -> str:
@@ -109,7 +108,8 @@ def own_words(layout: Layout, text: str) -> str:
     if len(pieces) == 1:
         return text
     layout.counts["texts, of which reasoning or a call of tools was taken off"] += 1
-    return "\n\n".join(filter(None, map(str.strip, pieces)))
+    pieces = [piece.strip() for piece in pieces]
+    return "\n\n".join(filter(None, pieces))
 
 
 def text_of(content: object) -> str:
@@ -148,12 +148,13 @@ def with_joined_parts(value: object) -> object:
     """Messages of our own form, whose contents may have parts; anything else as it is. Raises Skipped."""
     if not is_list_of_messages(value):
         return value
-    return [x | {"content": text_of(x["content"])} if has_parts(x) else x for x in value]
-
-
-def has_parts(message: dict) -> bool:
-    parts = message.get("content")
-    return isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    turns = []
+    for turn in value:
+        parts = turn.get("content")
+        if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+            turn = turn | {"content": text_of(parts)}
+        turns.append(turn)
+    return turns
 
 
 # ---- texts in which marks begin the turns (--turns) ----------------------------------------------
@@ -211,14 +212,14 @@ def with_dialogue(fields: dict, name: str, answer: object, turn: object) -> tupl
         raise Skipped("with an empty answer")
     if not before:
         return fields, last
-    others = {x: value for x, value in fields.items() if ALIASES.get(x, x) not in PROMPTS}
+    beside = {x: value for x, value in fields.items() if ALIASES.get(x, x) not in PROMPTS}
     if prompt is not None and before[0]["role"] not in ("user", "system"):
         # the dialogue goes on from the prompt; else it has it already
-        return {**others, "prompt": [*as_turns(prompt), *before]}, last
+        return {**beside, "prompt": [*as_turns(prompt), *before]}, last
     contents = [str(turn["content"]).strip() for turn in before]
     if isinstance(prompt, str) and prompt.strip() not in contents:
         raise Skipped("whose dialogue does not have the prompt")
-    return {**others, "prompt": before}, last
+    return {**beside, "prompt": before}, last
 
 
 def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:

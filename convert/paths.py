@@ -26,27 +26,38 @@ def splits(steps: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
     return [(".".join(steps[:n]), steps[n:]) for n in range(len(steps), 0, -1)]
 
 
+def field_of(value: dict, steps: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """The field of an object in which a path goes on, and the steps from there on; None: there is none."""
+    for name, rest in splits(steps):
+        if name in value:
+            return name, rest
+    return None, steps
+
+
 def find(value: object, steps: tuple[str, ...], index: tuple = ()) -> list[Found]:
     """All that a path leads to: nothing where it is not there, several after a star."""
     while steps and value is not None:
         step = steps[0]
         if isinstance(value, str) and not step.startswith("*;"):
             value = opened(value)
-        fields = value if isinstance(value, dict) else {}
-        names = [(name, rest) for name, rest in splits(steps) if name in fields]
-        if names:
-            name, steps = names[0]
-            value = fields[name]
-            continue
+        if isinstance(value, dict):
+            name, steps_from_there = field_of(value, steps)
+            if name is not None:
+                value = value[name]
+                steps = steps_from_there
+                continue
         inner: list[Found] = []
         if step.startswith("["):
             name, _, wanted = step[1:-1].partition("=")
             inner = [(index, row) for row in rows_with(value, name, wanted)]
         elif step.startswith("*"):
             inner = [((*index, i), x) for i, x in enumerate(elements(value, step[1:]))]
-        elif isinstance(value, list) and re.fullmatch(r"-?\d+", step):
+        elif isinstance(value, list) and step.removeprefix("-").isdigit():
             inner = [(index, x) for x in value[int(step) :][:1]]
-        return [found for place, x in inner for found in find(x, steps[1:], place)]
+        result = []
+        for place, element in inner:
+            result += find(element, steps[1:], place)
+        return result
     return [(index, value)]
 
 
@@ -79,13 +90,13 @@ def rows_with(value: object, name: str, wanted: str) -> list[dict]:
         rows = [value]
         if isinstance(value[name], list):
             rows = [dict(zip(value, row)) for row in zip(*value.values())]
-    found = []
+    result = []
     for row in rows:
         if isinstance(row, dict):
             there = find(row, (name,))
             if values_of(wanted).has(there[0][1] if there else None):
-                found.append(row)
-    return found
+                result.append(row)
+    return result
 
 
 class Column:
@@ -100,9 +111,7 @@ class Column:
             alternatives = [x.removeprefix(".") for x in part.split("|")]
             self.parts.append([tuple(re.findall(r"\[[^]]*\]|[^.\[]+", x)) for x in alternatives])
         self.is_name = not re.search(r"[.+*\[]", text)
-        self.is_several = len(self.parts) > 1 or any(
-            step.startswith("*") for part in self.parts for steps in part for step in steps
-        )
+        self.is_several = "+" in text or "*" in re.sub(r"\[[^]]*\]", "", text)
         # a shortcut, for what is read hundred thousands of times: fields of the record itself that are tried first
         self.names_first = []
         for steps in self.parts[0]:
@@ -140,7 +149,7 @@ class Column:
         if isinstance(record, dict):
             for name in self.names_first:
                 value = record.get(name)
-                if is_there(value):
+                if value or is_there(value):
                     self.was_asked = self.was_found = True
                     return value
         values = [value for _, value in self.all(record)]
@@ -150,7 +159,10 @@ class Column:
 
     def names(self) -> set[str]:
         """The fields of the record in which its paths begin."""
-        return {self.text, *(steps[0] for part in self.parts for steps in part if steps)}
+        names = {self.text}
+        for alternatives in self.parts:
+            names |= {steps[0] for steps in alternatives if steps}
+        return names
 
 
 def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:
@@ -161,14 +173,17 @@ def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:
         for name, inner in value.items():
             yield before + name
             yield from names_in(inner, f"{before}{name}.", depth - 1)
-    elif isinstance(value, list) and value and depth:
-        yield from names_in(value[0], f"{before}*.", depth - 1)
+    elif isinstance(value, list) and depth:
+        for element in value[:5]:
+            yield from names_in(element, f"{before}*.", depth - 1)
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """The names that are there and look most like this one, for a message."""
-    names = list(dict.fromkeys(names))
-    last = name.split(".")[-1].lower()
-    ends = [x for x in names if x.split(".")[-1].lower() == last]
-    near = ends + difflib.get_close_matches(name, names, 4, 0.5)
-    return ", ".join(list(dict.fromkeys(near or names))[:4])
+    """The names that are there and whose last steps look most like that of this one, for a message."""
+    paths: dict[str, list[str]] = {}
+    for path in dict.fromkeys(names):
+        paths.setdefault(path.split(".")[-1].lower(), []).append(path)
+    near = []
+    for last in difflib.get_close_matches(name.split(".")[-1].lower(), paths, 4, 0.5):
+        near += paths[last]
+    return ", ".join((near or names)[:4])

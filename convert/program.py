@@ -51,7 +51,8 @@ def settings_of(words: list[str]) -> Conversion:
     if settings.form:
         settings = parse_command(Conversion, __doc__, words, read_form(settings.form))
     out = Path(settings.out or "x.jsonl")
-    if out.suffix != ".jsonl" or out.exists() and out.samefile(find_path(settings.file)):
+    is_the_source = out.exists() and out.samefile(find_path(settings.file))
+    if out.suffix != ".jsonl" or is_the_source:
         raise BadInput(f"--out: {out}: expected another file, whose name ends in .jsonl")
     return settings
 
@@ -69,11 +70,12 @@ def read_form(name: str) -> dict:
 def write(records: Iterable[dict], settings: Conversion, counts: Counter) -> None:
     """Write the records, so that the file is whole or not there. Raises BadInput."""
     out = Path(settings.out)
+    encoder = json.JSONEncoder(ensure_ascii=False, default=written)
     unfinished = out.with_name(f".{out.name}.tmp")
     try:
         with user_error("--out"), open(unfinished, "w", encoding="utf-8") as file:
             for record in records:
-                line = json.dumps(record, ensure_ascii=False, default=written)
+                line = encoder.encode(record)
                 refuse_half_characters(f"{record['source']}: record", line)
                 file.write(line + "\n")
             if not file.tell():
@@ -113,13 +115,13 @@ def with_fitting_form(settings: Conversion) -> Conversion:
     if form and settings.out and not n_ours:
         raise BadInput(f"{settings.file}: --form {form} fits: give it with --out {settings.out}")
     if form and not settings.out:
-        ours = "; without it these are records of ours" if n_ours else ""
-        print(f"--form {form} fits{ours}", flush=True)
+        more = "; without it these are records of ours" if n_ours else ""
+        print(f"--form {form} fits{more}", flush=True)
         return replace(settings, form=form, **read_form(form))
     if n_ours or not sample:
         return settings
     lines = [fault, "no form of convert/forms fits; say where the fields are (docs/convert.md):"]
-    for path in islice(names_in(sample[0][1]), 30):
+    for path in list(dict.fromkeys(names_in(sample[0][1])))[:30]:
         value = as_text(Column(path).one(sample[0][1]))
         lines.append(f"  {path} = {value[:60]!r}")
     raise BadInput("\n".join(lines))

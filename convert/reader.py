@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from convert.answers import Judged, judged_answers, own_record
 from convert.conversation import rated_messages
 from convert.layout import ANSWERS, REWARDS, Conversion, Layout
-from convert.paths import Column, elements, names_in, nearest, opened
+from convert.paths import Column, elements, names_in, nearest
 from convert.values import Skipped
 from infra.console import BadInput
 from records.forms import ALIASES, PROMPTS, understand_record
@@ -49,7 +49,8 @@ class Reader:
         bad records."""
         layout = self.layout
         all_answers = self._answers(files)
-        if layout.kind == "rated" and (self.settings.repeated or layout.is_by_raters):
+        counts_once = self.settings.repeated or layout.is_by_raters
+        if layout.kind == "rated" and counts_once:
             all_answers = settled(all_answers, layout)
         for answers in all_answers:
             for where, record in self._written(answers):
@@ -75,7 +76,8 @@ class Reader:
             if self.layout.is_tree:
                 messages = list(records)
                 places = [where for where, _ in messages]
-                records = [(where, [raw for _, raw in messages]) for where in places[:1]]
+                tree = [raw for _, raw in messages]
+                records = [(where, tree) for where in places[:1]]
             for where, raw in records:
                 try:
                     yield list(self._answers_of_record(where, raw, places))
@@ -120,23 +122,24 @@ class Reader:
     def _written(self, answers: list[Judged]) -> Iterator[tuple[str, dict]]:
         """(where, record of ours) of the answers of a record, as --kind asks for them."""
         is_paired = self.layout.kind == "paired"
+        makes_pairs = is_paired or self.layout.has_pairs
         readable = []
-        for one in answers:
-            has_score = one.score is not None and one.answer is not None
+        for judged in answers:
+            has_score = judged.score is not None and judged.answer is not None
             is_between_cuts = is_paired and has_score and self.layout.labels.are_cuts
-            if one.reason and not is_between_cuts:
-                self._drop(one.reason)
-            elif self.layout.kind == "demonstrations" and one.label is False:
+            if judged.reason and not is_between_cuts:
+                self._drop(judged.reason)
+            elif self.layout.kind == "demonstrations" and judged.label is False:
                 self._drop("down: not to be imitated")
-            elif one.answer is not None and (is_paired or self.layout.has_pairs):
-                readable.append(one)
+            elif judged.answer is not None and makes_pairs:
+                readable.append(judged)
             else:
-                yield one.where, one.record
+                yield judged.where, judged.record
         labels = self.layout.labels
         # a pair for each prompt
         groups: dict[str, list[Judged]] = {}
-        for one in readable:
-            groups.setdefault(key_of(one.fields), []).append(one)
+        for judged in readable:
+            groups.setdefault(key_of(judged.fields), []).append(judged)
         if len(groups) > 1 and self.layout.has_two_answers:
             self._drop("whose earlier turns differ")
             return
@@ -153,13 +156,13 @@ class Reader:
     def _best_and_worst(self, answers: list[Judged]) -> list[tuple[Judged, Judged]]:
         """The pairs of the answers to one prompt: by their scores the best and the worst; else good against
         bad ones, of two lists one by one and of others the first."""
-        scores = [one.score for one in answers]
+        scores = [judged.score for judged in answers]
         if len(answers) > 1 and None not in scores:
             is_descending = self.layout.labels.higher_is_better
-            order = sorted(answers, key=lambda one: one.score, reverse=is_descending)
+            order = sorted(answers, key=lambda judged: judged.score, reverse=is_descending)
             return [(order[0], order[-1])] if order[0].score != order[-1].score else []
-        good = [one for one in answers if one.label is True]
-        bad = [one for one in answers if one.label is False]
+        good = [judged for judged in answers if judged.label is True]
+        bad = [judged for judged in answers if judged.label is False]
         pairs = list(zip(good, bad))
         return pairs if self.layout.has_lists("chosen") else pairs[:1]
 
@@ -182,21 +185,12 @@ class Reader:
             needed.append(("--records: ", self.inner_records))
         for setting, column in needed:
             if column.was_asked and not column.was_found:
-                near = nearest(column.text, self._names_beside(column))
+                names: list[str] = []
+                for sample in self.samples:
+                    names += names_in(sample)
+                near = nearest(column.text, names)
                 return f"{setting}{column.text}: found in no record; there is {near}"
         return ""
-
-    def _names_beside(self, column: Column) -> list[str]:
-        """The paths that a few records have; those in their messages, if the column's path leads there."""
-        if not column.inner:
-            return [name for sample in self.samples for name in names_in(sample)]
-        names = []
-        for sample in self.samples:
-            messages = self.layout.columns["messages"].one(sample)
-            messages = opened(messages) if isinstance(messages, str) else messages
-            for one in elements(messages):
-                names += [f".{name}" for name in names_in(one)]
-        return names
 
 
 # ---- one answer that is rated several times ------------------------------------------------------
@@ -209,10 +203,10 @@ def settled(records: Iterable[list[Judged]], layout: Layout) -> Iterator[list[Ju
     for answers_of_record in records:
         answers += answers_of_record
     groups: dict[str, list[int]] = {}
-    for i, one in enumerate(answers):
+    for i, judged in enumerate(answers):
         # with --repeated a rating that says nothing withdraws those before it
-        if layout.settings.repeated or not one.reason:
-            groups.setdefault(rating_key(one), []).append(i)
+        if layout.settings.repeated or not judged.reason:
+            groups.setdefault(rating_key(judged), []).append(i)
     for group in groups.values():
         counted = group[-1] if layout.settings.repeated == "last" else group[0]
         reason = "rated again"
@@ -229,10 +223,10 @@ def settled(records: Iterable[list[Judged]], layout: Layout) -> Iterator[list[Ju
     yield answers
 
 
-def rating_key(one: Judged) -> str:
+def rating_key(judged: Judged) -> str:
     """What makes two ratings ratings of one answer: all but the label and what stands beside."""
     names = {*PROMPTS, "completion", "messages", "system"}
-    return key_of({x: y for x, y in one.record.items() if ALIASES.get(x, x) in names})
+    return key_of({x: y for x, y in judged.record.items() if ALIASES.get(x, x) in names})
 
 
 def key_of(fields: dict) -> str:

@@ -23,7 +23,9 @@ class Skipped(Exception):
 
 
 def is_there(value: object) -> bool:
-    return bool(value) or (value is not None and value not in ("", [], {}))
+    if value:
+        return True
+    return value is not None and value not in ("", [], {})
 
 
 def number(value: object) -> float | None:
@@ -102,8 +104,8 @@ class Values:
     nothing, is what is not there or empty: a csv file has only empty texts."""
 
     def __init__(self, wanted: str):
-        self.texts = [one or "null" for one in wanted.split("|")]
-        self.ends = tuple(one[1:] for one in self.texts if one[0] == "*")
+        self.texts = [text or "null" for text in wanted.split("|")]
+        self.ends = tuple(text[1:] for text in self.texts if text[0] == "*")
         self.intervals = [x for x in map(interval, self.texts) if x]
         self.times = [x for x in map(time_limit, self.texts) if x]
 
@@ -111,7 +113,7 @@ class Values:
         """Whether a value is one of these. Raises BadInput for a text that is compared with a time and is none."""
         is_empty = not is_there(value) or value == "[]"  # a csv file's empty list
         text = as_text(None if is_empty else value)
-        if text in self.texts or (isinstance(value, bool) and str(value) in self.texts):
+        if text in self.texts or str(value) in self.texts:  # true, and Python's True
             return True
         x = number(value) if self.intervals else None
         if x is not None and any(low <= x <= high for low, high in self.intervals):
@@ -146,6 +148,8 @@ class Labels:
             before = self.wanted.get(meaning)
             self.wanted[meaning] = f"{before}|{value}" if before else value
         values = "|".join(self.wanted.values()).split("|")
+        # a=1+0+0: several numbers, one verdict
+        self.are_sums = any("+" in value for value in values)
         if len(set(values)) < len(values):
             raise BadInput(f"--labels: {text}: expected name=name: a value is named twice")
 
@@ -173,12 +177,11 @@ class Labels:
 
     def of(self, ratings: list) -> bool | str:
         """What the ratings of one answer, or the verdicts on two, say together. Raises Skipped, BadInput."""
-        together = "+".join(map(as_text, ratings))  # a=1+0+0: several numbers, one verdict
-        ratings = [rating for rating in ratings if is_there(rating)]
-        if not ratings:
+        if not any(map(is_there, ratings)):
             raise Skipped("not rated")
-        if any("+" in wanted for wanted in self.wanted.values()):
-            ratings = [together]
+        if self.are_sums:
+            ratings = ["+".join(map(as_text, ratings))]
+        ratings = [rating for rating in ratings if is_there(rating)]
         meaning = self.agreed([self.meaning(rating) for rating in ratings])
         if meaning is None:
             is_verdict = not self.wanted.keys() <= {True, False}

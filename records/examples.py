@@ -128,53 +128,21 @@ def load_file(
     make_records: Callable | None = None,
 ) -> list[Example]:
     """The examples of one file, or of a share of its records; adds to the counts. Raises BadInput."""
-    faults: list[str] = []
-    name = Path(file).name
-    # 1. understand: what a line of the file holds becomes a Record
-    records: dict[str, Record] = {}
-    extra = split_commas(data.extra)
-    with progress(f"{name}: records", None):
-        for where, raw in decoded_records(file, faults, counts):
-            with collect(faults, where):
-                for place, record in our_records(where, raw, make_records, counts):
-                    with collect(faults, place):
-                        understood = understand_record(record, kind, extra)
-                        for field, value in understood.extra.items():
-                            check_extra(field, value)
-                        for field in understood.beside:  # the table prints it
-                            refuse_half_characters("record", field)
-                        records[place] = understood
-            advance()
-    if faults and not records:
-        command = convert_command(file, kind)
-        raise BadInput("\n".join(faults[:1] + command if command else faults[:20]))
+    records = understood_records(file, kind, data, counts, make_records)
     records = seeded_share(file, records, share)
     for record in records.values():
         for what in what_looks_wrong(record, tokenizer):
             counts[what] += 1
-    # 2. render: messages become texts. All records of a file are rendered in one way: by the chat
-    # template if any of them needs it. It must write all that a record says.
+    # All records of a file are rendered in one way: by the chat template if any of them needs it.
     by_template = any(record.needs_template for record in records.values())
     if tokenizer.template and not by_template:
         by_template = any(record.instruct for record in records.values())
     plain = "plain: the model's chat template is not used" if tokenizer.template else "plain"
     counts[BY_TEMPLATE if by_template else plain] += len(records)
-    texts: dict[str, tuple[str, list[str]]] = {}
-    with progress(f"{name}: records as text", len(records)):
-        for where, record in records.items():
-            with collect(faults, where):
-                try:
-                    texts[where] = render_record(record, tokenizer, by_template, counts)
-                except LeftOut:
-                    if data.left_out == "refuse":
-                        raise
-                    counts["dropped by data.left_out"] += 1
-            advance()
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
-    # 3. encode: texts become token ids, with BOS and EOS, and are cut
+    texts = rendered_records(file, records, tokenizer, by_template, data, counts)
+    # texts become token ids, with BOS and EOS, and are cut
     examples: list[Example] = []
-    with progress(f"{name}: records as tokens", len(texts)):
+    with progress(f"{Path(file).name}: records as tokens", len(texts)):
         for where, (prompt, completions) in zip(texts, encode_texts(texts, tokenizer, by_template)):
             record = records[where]
             if record.cut and not by_template:  # the template writes no end, the tokenizer did
@@ -186,27 +154,89 @@ def load_file(
                 raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
             if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
                 counts["with letters that the tokenizer does not know"] += 1
-            whole = Example(
-                prompt=np.array(prompt, np.int32),
-                completions=tuple(np.array(ids, np.int32) for ids in completions),
-                label=record.label is None or record.label,
-                rewards=record.rewards,
-                where=where,
-                weight=record.weight,
-                extra=record.extra,
-                # only these kinds of records are answered anew
-                asked=fields_of_prompt(asked_record(record, tokenizer, by_template))
-                if kind in ("prompts", "demonstrations")
-                else {},
-            )
+            whole = example_of(record, where, prompt, completions)
             example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
-            example = example._replace(wording=wording_of(record, by_template, example.prompt_key))
+            wording = wording_of(record, by_template, example.prompt_key)
+            asked = {}
+            if kind in (
+                "prompts",
+                "demonstrations",
+            ):  # only these kinds of records are answered anew
+                asked = fields_of_prompt(asked_record(record, tokenizer, by_template))
+            example = example._replace(wording=wording, asked=asked)
             examples += learned_from(example, kind, counts)
             advance()
     if counts[EQUAL_PAIRS] and not examples:
         after = " after data.max_completion" if counts[COMPLETIONS_CUT] else ""
         raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs{after}")
     return examples
+
+
+def understood_records(
+    file: str, kind: Kind, data: Data, counts: Counter, make_records: Callable | None
+) -> dict[str, Record]:
+    """{place: what a line of the file says} for each record of a file. Raises BadInput."""
+    records: dict[str, Record] = {}
+    faults: list[str] = []
+    with progress(f"{Path(file).name}: records", None):
+        for where, raw in decoded_records(file, faults, counts):
+            with collect(faults, where):
+                for place, record in our_records(where, raw, make_records, counts):
+                    with collect(faults, place):
+                        records[place] = understand_record(record, kind, split_commas(data.extra))
+                        for field, value in records[place].extra.items():
+                            check_extra(field, value)
+                        for field in records[place].beside:  # the table prints it
+                            refuse_half_characters("record", field)
+            advance()
+    command = convert_command(file, kind) if faults and not records else []
+    if command:
+        raise BadInput("\n".join(faults[:1] + command))
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+    return records
+
+
+def rendered_records(
+    file: str,
+    records: dict[str, Record],
+    tokenizer: Tokenizer,
+    by_template: bool,
+    data: Data,
+    counts: Counter,
+) -> dict[str, tuple[str, list[str]]]:
+    """{place: the texts of prompt and completions} for each record, which must have all that the record says. Raises
+    BadInput."""
+    texts = {}
+    faults: list[str] = []
+    with progress(f"{Path(file).name}: records as text", len(records)):
+        for where, record in records.items():
+            with collect(faults, where):
+                try:
+                    texts[where] = render_record(record, tokenizer, by_template, counts)
+                except LeftOut:
+                    if data.left_out == "refuse":
+                        raise
+                    counts["dropped by data.left_out"] += 1
+            advance()
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+    return texts
+
+
+def example_of(
+    record: Record, where: str, prompt: list[int], completions: list[list[int]]
+) -> Example:
+    """The example of a record and its token ids."""
+    return Example(
+        prompt=np.array(prompt, np.int32),
+        completions=tuple(np.array(ids, np.int32) for ids in completions),
+        label=record.label is None or record.label,
+        rewards=record.rewards,
+        where=where,
+        weight=record.weight,
+        extra=record.extra,
+    )
 
 
 def our_records(

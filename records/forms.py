@@ -112,12 +112,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     for name in NUMBERS:
         if fields.get(name) == "":  # an empty cell of a csv file
             del fields[name]
-    extras = {}
-    for name in extra:
-        value = _take({**record, **fields}, name)  # by the record's own name or by ours
-        if isinstance(value, date | time):  # of a table
-            value = value.isoformat()
-        extras[name] = value
+    extras = _extra_fields({**record, **fields}, extra)  # by the record's own name or by ours
     for name in MEDIA:
         if _opened_list(fields.get(name)):
             raise BadInput(
@@ -138,18 +133,8 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     understood = _understand_form(fields, kind)
     if cut == "true" and len(understood.completions) == 2:
         raise BadInput("cut: this is a pair, and cut does not say which answer was cut")
-    prompt = understood.prompt
-    if prompt == []:
-        raise Missing("prompt")
-    if history:
-        prompt = [*history, *as_turns(prompt)]
-    if system:
-        turn = _message({"role": "system", "content": system}, "system")
-        prompt = [turn, *as_turns(prompt)]
-        if prompt[1]["role"] == "system":
-            raise BadInput("system: the prompt begins with a system message, too")
     return understood._replace(
-        prompt=prompt,
+        prompt=_whole_prompt(understood.prompt, history, system),
         weight=weight,
         tools=tools,
         template_kwargs=template_kwargs,
@@ -165,6 +150,30 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         instruct=instruct,
         conversation_id=as_text(conversation_id) if conversation_id else "",
     )
+
+
+def _extra_fields(fields: dict, extra: Iterable[str]) -> dict:
+    """The fields that data.extra names. Raises Missing."""
+    extras = {}
+    for name in extra:
+        value = _take(fields, name)
+        # a table has days and times
+        extras[name] = value.isoformat() if isinstance(value, date | time) else value
+    return extras
+
+
+def _whole_prompt(prompt: Turns, history: list[dict], system: object) -> Turns:
+    """The prompt behind earlier turns and a system message. Raises BadInput, Missing."""
+    if prompt == []:
+        raise Missing("prompt")
+    if history:
+        prompt = [*history, *as_turns(prompt)]
+    if system:
+        turn = _message({"role": "system", "content": system}, "system")
+        prompt = [turn, *as_turns(prompt)]
+        if prompt[1]["role"] == "system":
+            raise BadInput("system: the prompt begins with a system message, too")
+    return prompt
 
 
 def _understand_form(fields: dict, kind: Kind) -> Record:
@@ -353,7 +362,7 @@ def _text_or_messages(fields: dict, name: str) -> Turns:
         with user_error(name):
             messages = json.loads(value, object_pairs_hook=unique_keys)
         # a text of another JSON is a text
-        value = messages if all(map(_is_message, messages)) else value
+        value = messages if all(map(is_message, messages)) else value
     if isinstance(value, str):
         return value
     if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
@@ -363,7 +372,7 @@ def _text_or_messages(fields: dict, name: str) -> Turns:
     return [_message(message, name) for message in messages]
 
 
-def _is_message(value: object) -> bool:
+def is_message(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     return value.keys() >= {"role", "content"} or value.keys() >= {"from", "value"}

@@ -632,7 +632,7 @@ REFUSED = {  # records, settings, the line
     "a typo inside messages": (
         [{"ms": TALK}],
         dict(columns="messages=ms,label=.ratng", labels=UP_DOWN),
-        "--columns: label=.ratng: found in no record; there is .rating",
+        "--columns: label=.ratng: found in no record; there is ms.*.rating",
     ),
     "a typo in where": (
         [rated(kind="x")],
