@@ -1,5 +1,5 @@
 """What is refused before it can do harm, with the sentence that the user reads. The checks are called in setup (run.py)
-and in the loop (trainer.py), sampling_faults by generate.py and rate.py, too."""
+and in the loop (trainer.py), sampling_faults by generate.py and the page for thumbs, too."""
 
 import inspect
 import json

@@ -28,7 +28,7 @@ from infra.settings import Sampling, refuse_unless, split_commas
 from models.hub import find_model, weights_hash
 from models.load import load_model
 from records.answer import answer_fields, asked_record, fields_of_prompt, prompt_key
-from records.forms import ORIGIN, Record, understand_record
+from records.forms import Record, understand_record
 from records.sources import collect, decoded_records
 from records.tokenizer import Tokenizer
 from sampler import generate, read_answer
@@ -37,7 +37,7 @@ from sampler import generate, read_answer
 
 
 class AskedModel:
-    """A model on one device, as generate.py and rate.py ask it."""
+    """A model on one device, as generate.py and the page for thumbs ask it."""
 
     def __init__(self, name: str, plain: bool, chat_template_kwargs: str | None):
         """plain: the chat template is left aside. Raises BadInput."""
@@ -122,6 +122,9 @@ def read_prompts(
 
 # ---- the command --------------------------------------------------------------------------------
 
+# fields of an answer's line that its record does not give
+OWN_FIELDS = ("generator", "settings", "completion", "cut")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Sampling):
@@ -197,7 +200,7 @@ def check_done(out: Path, done: list[dict], lines: list[dict]) -> None:
     for i, row in enumerate(done):
         where = f"out: {out}:{i + 1}"
         line = lines[i] if i < len(lines) else {}
-        names = line.keys() - set(ORIGIN)
+        names = line.keys() - set(OWN_FIELDS)
         is_next = bool(line) and all(row.get(name) == line[name] for name in names)
         refuse_unless(is_next, f"{where}: an answer to another prompt: {advice}")
         settings = row.get("settings") or {}
@@ -244,8 +247,7 @@ def main(argv: list[str] | None = None) -> None:
         faults.append("prompts: not with --prompt")
     if args.num_generations > 1 and args.temperature == 0:
         faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
-    own = [*ORIGIN, *answer_fields("", False)]
-    taken = [name for name in split_commas(args.extra) if name in own]
+    taken = [name for name in split_commas(args.extra) if name in OWN_FIELDS]
     if taken:
         faults.append(f"extra: {', '.join(taken)}: what an answer's own line says")
     out = Path(args.out).expanduser()

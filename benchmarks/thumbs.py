@@ -5,8 +5,8 @@
     python benchmarks/thumbs.py run --thumbs 40 --seeds 0 --lr 4e-4    # another learning rate
     python benchmarks/thumbs.py table           # the table for RESULTS.md
 
-A run is what a user of rate.py does: the model answers so many questions about things, each answer gets a thumb,
-and the command that rate.py shows trains on the thumbs (config/thumbs.yaml, with its class weights). The
+A run is what a user of python -m rate does: the model answers so many questions about things, each answer gets a thumb,
+and the command that the page shows trains on the thumbs (config/thumbs.yaml, with its class weights). The
 person gives a thumb up to an answer of three words or more that ends within 48 tokens. Two of six questions ask for
 a short answer; the other four are open, and the model nearly always goes on beyond 48 tokens there.
 
@@ -96,7 +96,7 @@ def write_lines(file: Path, rows: list[dict]) -> None:
 
 
 def rated(model: Path, seed: int, n: int) -> Path:
-    """A file of the first n ratings of a seed, as rate.py writes them."""
+    """A file of the first n ratings of a seed, as the page writes them."""
     prompts = []
     for things in (TRAINED, ADDED):
         some = questions(things)
@@ -108,8 +108,7 @@ def rated(model: Path, seed: int, n: int) -> Path:
     rows = []
     for answer in answers(model, prompts[:n], seed):
         prompt = [{"role": "user", "content": answer["prompt"]}]
-        completion = [{"role": "assistant", "content": answer["text"]}]
-        rows.append({"prompt": prompt, "completion": completion, "label": thumb(answer)})
+        rows.append({"prompt": prompt, "completion": answer["text"], "label": thumb(answer)})
     write_lines(file, rows)
     return file
 
@@ -129,12 +128,12 @@ def held_out(folder: Path, seed: int) -> dict:
 
 
 def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
-    """Rate, train by the command that rate.py shows, and check. -> its line of results"""
+    """Rate, train by the command that the page shows, and check. -> its line of results"""
     import torch
     import transformers
 
-    from rate import training_command
-    from records.ratings import Ratings, count_labels
+    from rate.desk import training_command
+    from rate.ratings import Ratings
 
     began = time.time()
     row = {"thumbs": n, "seed": seed, "lr": lr}
@@ -142,7 +141,7 @@ def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
     if n == 0:
         return row | held_out(model, seed)
     file = rated(model, seed, n)
-    up, down = count_labels(Ratings(file).read())
+    up, down = Ratings(file).count()
     out = OUT / f"run-{seed}-{n}{f'-lr={lr}' if lr else ''}"
     command = [sys.executable, *training_command(str(model), file, up, down, str(out))[1:]]
     command += ["--seed", str(seed), "--precision", "32-true", "--resume", "auto"]

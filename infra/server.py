@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server of somebody else: rate.py and examples/judge.py ask one."""
+"""Requests to an OpenAI-compatible server of somebody else: the page for thumbs and examples/judge.py ask one."""
 
 import urllib.request
 from http.client import HTTPResponse

@@ -109,13 +109,13 @@ class Data:
     chat_template: str | None = content(default=None)
     """A jinja file in place of the tokenizer's own chat template, or where it has none."""
     chat_template_kwargs: str | None = None
-    """Given to the chat template with each record that does not say otherwise: enable_thinking=false."""
+    """Given to the chat template with each record without chat_template_kwargs of its own: enable_thinking=false."""
     # what it drops, the hash of the records shows
     left_out: Literal["refuse", "drop"] = free("refuse")
     """Records of which the chat template does not write all, such as turns of a role that it does not
     know: refuse, with file, line and text; or drop them and count them."""
     date: str | None = None
-    """The day that chat templates print: 2026-01-31. The real day would make two runs differ."""
+    """The day that chat templates print for records without a date: 2026-01-31. Today would make two runs differ."""
     extra: str | None = None
     """More fields that every record must have, which a loss reads by batch.extra, and a checker by answer.fields:
     source,score."""

@@ -12,5 +12,5 @@ template.py   what tokenizer.py asks for the text of messages: the model's chat 
 wording.py    which records are of one conversation, and which held-out answers stand in a training prompt
 page.py       `python data.py FILE`: a file as a run would see it
 show.py       a record as turns
-ratings.py    a file of thumbs that rate.py writes
+answer.py     the record of an answer, which generate.py, the page for thumbs and iterations write
 """

@@ -34,7 +34,8 @@ def fields_of_prompt(record: Record) -> dict:
 
 def prompt_key(record: Record) -> str:
     """To see which prompts are equal."""
-    return json.dumps(fields_of_prompt(record), sort_keys=True)
+    without_empty = record._replace(template_kwargs=record.template_kwargs or None)
+    return json.dumps(fields_of_prompt(without_empty), sort_keys=True)
 
 
 def answer_fields(completion: str, cut: bool) -> dict:

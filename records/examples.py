@@ -25,6 +25,7 @@ from records.forms import (
     as_turns,
     check_extra,
     content_of,
+    is_place,
     refuse_half_characters,
     understand_record,
 )
@@ -254,7 +255,7 @@ def our_records(
     for i, record in enumerate(made, 1):
         place = where if i == 1 else f"{where}:{i}"
         source = record.get("source") if isinstance(record, dict) else None
-        if isinstance(source, str) and re.search(r":\d+$", source):
+        if is_place(source):
             place = f"{place} (from {source})"
         yield place, record
 

@@ -43,9 +43,9 @@ LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".spli
 NUMBERS = ("weight", "chosen_reward", "rejected_reward")
 # What a record may say of an answer. A record that is read for its prompt alone loses these fields.
 OF_ANSWERS = ("messages", "completion", "chosen", "rejected", "label", *NUMBERS[1:])
-# Who answered, and how; where a record is from; what the user wrote next: generate.py and `python -m convert` write
-# these fields, and they are no part of an example.
-ORIGIN = ("generator", "settings", "source", "next")
+# Who answered, and how; what the user wrote next: generate.py and `python -m convert` write these fields, and they are
+# no part of an example. Nor is the source, if it is a place in a file.
+ORIGIN = ("generator", "settings", "next")
 # The roles that chat templates know, and the names that ShareGPT, LangChain and Gemini have for them.
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
 ROLES |= {"human": "user", "observation": "tool"}
@@ -128,7 +128,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     cut = as_text(fields.pop("cut", "")).lower()
     if cut not in ("true", "false", ""):
         raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
-    for name in ORIGIN:
+    for name in (*ORIGIN, *(["source"] if is_place(record.get("source")) else [])):
         fields.pop(name, None)
     understood = _understand_form(fields, kind)
     if cut == "true" and len(understood.completions) == 2:
@@ -274,6 +274,11 @@ def unique_keys(items: list[tuple[str, object]]) -> dict:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice}: given twice")
     return result
+
+
+def is_place(source: object) -> bool:
+    """Whether a record's source is a place in the file that it was converted from: feedback.json:12."""
+    return isinstance(source, str) and bool(re.search(r":\d+$", source))
 
 
 def check_extra(name: str, value: object) -> None:

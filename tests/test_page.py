@@ -1,5 +1,5 @@
-"""The page of rate.py in a browser: what clicks and keys ask of the server, and what is seen. The server is a stand-in
-within the page; a test's steps run in the page's own scope. Without Chromium or Chrome these tests are skipped."""
+"""The page of python -m rate in a browser: what clicks and keys ask of the server, and what is seen. The server is a
+mock within the page; a test's steps run in the page's own scope. Without Chromium or Chrome these tests are skipped."""
 
 import json
 import re
@@ -14,17 +14,27 @@ NAMES = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 
-# rate.py as the page sees it. A test may put its own answer, an object or a promise, into `server`.
+# The server as the page sees it. A record is a text that the page hands back as it got it.
+# A test may put its own answer, an object or a promise, into `server`.
 SERVER = """
+const ID = "12345678901234567890"; // of 64 bits: a number of JavaScript would be another one
 const thumbs = {};
 const count = (label) => Object.values(thumbs).filter((x) => x === label).length;
 const counts = () => ({ up: count(true), down: count(false), note: "", command: "" });
 let answers = 0;
+const answerOf = (text, more) => {
+  const record = `{"completion": ${JSON.stringify(text)}, "id": ${ID}}`;
+  return { text, record, cut: false, label: null, ...more };
+};
+const completionOf = (record) => {
+  if (!record.endsWith(`, "id": ${ID}}`)) throw new Error(`another record: ${record}`);
+  return JSON.parse(record).completion;
+};
 const server = {
-  "/state": () => ({ mode: MODE, model: "m", chat: true, asks: true, cards: CARDS, waiting: false, ...counts() }),
-  "/answer": () => ({ text: `answer ${++answers}`, cut: false, label: null, model: "m" }),
-  "/label": ({ completion }) => ({ label: thumbs[completion] ?? null }),
-  "/rate": ({ completion, label }) => { thumbs[completion] = label; return counts(); },
+  "/state": () => ({ mode: MODE, model: "m", chat: true, cards: CARDS, ...counts() }),
+  "/answer": () => answerOf(`answer ${++answers}`, { model: "m" }),
+  "/label": ({ record }) => ({ label: thumbs[completionOf(record)] ?? null }),
+  "/rate": ({ record, label }) => { thumbs[completionOf(record)] = label; return counts(); },
 };
 fetch = async (path, options) => {
   const content = await server[path](options && JSON.parse(options.body));
@@ -57,10 +67,12 @@ def play(tmp_path):
     """play(steps, cards) -> what the steps, in JavaScript, push to `found`. cards: prompts; without: a chat."""
 
     def play(steps: str, cards: tuple[str, ...] = (), size: str = "800,900") -> list:
-        prompts = [{"id": i, "prompt": prompt} for i, prompt in enumerate(cards)]
+        prompts = []
+        for i, prompt in enumerate(cards):
+            prompts.append({"id": i, "prompt": prompt, "record": json.dumps({"prompt": prompt})})
         mode = json.dumps("cards" if cards else "chat")
         begin = SERVER.replace("MODE", mode).replace("CARDS", json.dumps(prompts))
-        text = (ROOT / "rate.html").read_text()
+        text = (ROOT / "rate" / "page.html").read_text()
         text = text.replace("<script>", f"<script>{begin}</script>\n<script>")
         text = text.replace("\nbegin();\n", f"\nbegin();\n{PERSON % steps}")
         page = tmp_path / "page.html"
@@ -100,8 +112,9 @@ def test_a_long_answer_is_scrolled_by_the_arrows_and_stays_where_its_reader_is(p
     steps = """
     const lines = "a line\\n".repeat(200);
     let later = null;
-    server["/answer"] = ({ prompt }) => {
-      const answer = { text: prompt + lines, cut: false, label: null };
+    server["/answer"] = ({ record }) => {
+      const { prompt } = JSON.parse(record);
+      const answer = answerOf(prompt + lines);
       return prompt === "one" ? answer : new Promise((done) => { later = () => done(answer); });
     };
     for (const step of steps) step.answers = [];
@@ -153,7 +166,7 @@ def test_a_message_survives_a_reload_that_comes_before_its_answer(play):
     await say("one");
     server["/answer"] = () => new Promise(() => {});
     await say("a long message");
-    server["/answer"] = () => ({ text: "an answer", cut: false, label: null });
+    server["/answer"] = () => answerOf("an answer");
     steps = [];
     await begin();
     await wait(50);
@@ -181,7 +194,7 @@ def test_enter_opens_what_has_the_focus_and_goes_to_the_next_card_elsewhere(play
     assert play(steps, ("one", "two")) == [False, "one", "two"]
 
 
-def test_an_answer_that_is_not_of_rate_py_is_said_in_words(play):
+def test_an_answer_that_is_not_of_the_server_is_said_in_words(play):
     steps = """
     await say("one");
     const json = async () => { throw new SyntaxError("Unexpected token <"); };
@@ -189,8 +202,8 @@ def test_an_answer_that_is_not_of_rate_py_is_said_in_words(play):
     click("👍"); await wait(50);
     found.push(document.querySelector("[role=alert]").textContent);
     """
-    said = "This thumb was not saved: Not rate.py but something before it answered, perhaps a proxy: 502 Bad Gateway"
-    assert play(steps) == [said]
+    said = "Not this program but something before it answered, perhaps a proxy: 502 Bad Gateway"
+    assert play(steps) == ["This thumb was not saved: " + said]
 
 
 def test_of_several_answers_the_one_that_a_key_rates_has_a_frame(play):
@@ -210,7 +223,7 @@ def test_of_several_answers_the_one_that_a_key_rates_has_a_frame(play):
 
 def test_a_paragraph_stands_in_the_direction_of_its_own_script(play):
     steps = """
-    server["/answer"] = () => ({ text: "مرحبا\\nhello", cut: false, label: null });
+    server["/answer"] = () => answerOf("مرحبا\\nhello");
     await say("hello");
     const box = document.querySelector(".answer").getBoundingClientRect();
     const range = document.createRange();
@@ -225,7 +238,7 @@ def test_a_paragraph_stands_in_the_direction_of_its_own_script(play):
 def test_an_answer_without_a_visible_character_is_told_from_an_empty_one(play):
     steps = """
     for (const text of ["", " \\n\\u200b", " a\\n"]) {
-      server["/answer"] = () => ({ text, cut: false, label: null });
+      server["/answer"] = () => answerOf(text);
       await say("one");
       found.push([...document.querySelectorAll(".answer")].at(-1).textContent);
     }
@@ -257,11 +270,11 @@ def test_a_screen_reader_hears_an_answer_once_and_not_the_whole_chat_at_each_thu
     assert [text for text in said if "👍 1" in text]
 
 
-def test_an_open_page_names_the_model_that_answers_when_rate_py_was_started_with_another(play):
+def test_an_open_page_names_the_model_that_answers_when_the_program_was_started_with_another(play):
     steps = """
     await say("one");
     found.push($("model").textContent);
-    server["/answer"] = () => ({ text: "a", cut: false, label: null, model: "out/thumbs-1" });
+    server["/answer"] = () => answerOf("a", { model: "out/thumbs-1" });
     await say("two");
     found.push($("model").textContent);
     """

@@ -1,10 +1,11 @@
-"""rate.py: what a browser gets from it, and what is in the file afterwards. The other side of
+"""python -m rate: what a browser gets from it, and what is in the file afterwards. The other side of
 --server is a stand-in."""
 
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import threading
 import urllib.error
@@ -17,8 +18,12 @@ import torch
 import transformers
 from conftest import ROOT, Started, start, until
 
-import rate  # once, before all forks
-from records.ratings import Ratings
+from infra.settings import Data
+from models.hub import Source
+from rate.desk import training_command
+from rate.ratings import Ratings
+from records.examples import load_examples
+from records.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is <b>rust</b>?"}]
 ANSWER = "Iron & <i>air</i>."
@@ -27,7 +32,7 @@ ANSWER = "Iron & <i>air</i>."
 class Client:
     """A server in a process of its own, and what a page sends to it."""
 
-    def __init__(self, folder: Path, *argv, program: str = "rate"):
+    def __init__(self, folder: Path, *argv, program: str = "rate.__main__"):
         self.process = Started(folder, program, [*argv])
         until(self.says_url, within=60)
 
@@ -66,7 +71,7 @@ def opened(tmp_path, monkeypatch):
     clients = []
     monkeypatch.chdir(tmp_path)
 
-    def opened(*argv, program: str = "rate", port: str = "--port=0") -> Client:
+    def opened(*argv, program: str = "rate.__main__", port: str = "--port=0") -> Client:
         client = Client(tmp_path / f"server-{len(clients)}", *argv, port, program=program)
         clients.append(client)
         return client
@@ -119,11 +124,7 @@ def lines(file: str = "ratings.jsonl") -> list[dict]:
 
 def record(label: bool, answer: str = ANSWER) -> dict:
     """A rating as it shall stand in the file."""
-    return {
-        "prompt": QUESTION,
-        "completion": [{"role": "assistant", "content": answer}],
-        "label": label,
-    }
+    return {"prompt": QUESTION, "completion": answer, "cut": False, "label": label}
 
 
 # ---- thumbs --------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_a_file_of_thumbs_may_be_a_link_and_keeps_its_mode(tmp_path):
     shared.chmod(0o664)
     link = tmp_path / "ratings.jsonl"
     link.symlink_to(shared)
-    Ratings(link).set("p", "c", True)
+    Ratings(link).set({"prompt": "p", "completion": "c"}, True)
     assert link.is_symlink() and json.loads(shared.read_text())["label"] is True
     assert shared.stat().st_mode & 0o777 == 0o664
 
@@ -180,7 +181,7 @@ def test_many_thumbs_at_once_are_all_in_the_file(opened, other):
         thread.start()
     for thread in work:
         thread.join()
-    texts = {row["completion"][0]["content"]: row["label"] for row in lines()}
+    texts = {row["completion"]: row["label"] for row in lines()}
     assert texts == {f"answer {i}": i % 3 > 0 for i in range(30)}
 
 
@@ -205,7 +206,7 @@ def test_an_old_file_is_read_first_and_its_other_forms_and_fields_stay(opened, o
         ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "ratings.jsonl:2: record: a pair has"),
         (
             '{"prompt": "q", "completion": "a", "label": false}',
-            "the other label in line 1",
+            "the other label in an earlier line",
         ),
     ],
 )
@@ -214,7 +215,7 @@ def test_a_bad_line_of_an_old_file_is_refused_and_nothing_is_written(text, fault
     before = f'{{"prompt": "q", "completion": "a", "label": true}}\n{text}\n'
     file.write_text(before)
     argv = ["--server=http://127.0.0.1:9", "--model=m", f"--ratings={file}"]
-    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
+    code, _, said = Started(tmp_path / "out", "rate.__main__", argv).ended()
     assert code == 2 and fault in said and said.count("\n") == 1
     assert file.read_text() == before
 
@@ -222,10 +223,10 @@ def test_a_bad_line_of_an_old_file_is_refused_and_nothing_is_written(text, fault
 # ---- answers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["--plain=true"])
+@pytest.mark.parametrize("setting", ["--plain=true", "--chat_template_kwargs=x=1"])
 def test_a_setting_that_a_server_does_not_get_is_refused(setting, tmp_path):
     argv = ["--server=http://127.0.0.1:9", "--model=m", setting]
-    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
+    code, _, said = Started(tmp_path / "out", "rate.__main__", argv).ended()
     name = setting[2:].partition("=")[0]
     assert code == 2 and said.startswith(f"error: {name}: not with --server")
 
@@ -242,7 +243,9 @@ def test_a_server_is_asked_with_the_whole_conversation_and_an_answer_brings_its_
     ]
     code, reply = page("/answer", {"prompt": turns})
     whose = {"model": "big-model"}
+    line = json.loads(reply.pop("record"))
     assert (code, reply) == (200, {"text": "Answer 1", "cut": False, "label": None} | whose)
+    assert line == {"prompt": turns, "completion": "Answer 1", "cut": False}
     expected = {"model": "big-model", "messages": turns, "max_tokens": 7, "temperature": 0.5}
     assert other.asked[0] == expected | {"top_p": 0.9}
     page.rate(False, turns, "Same")
@@ -250,6 +253,7 @@ def test_a_server_is_asked_with_the_whole_conversation_and_an_answer_brings_its_
     assert page("/label", {"prompt": turns, "completion": "same"}) == (200, {"label": None})
     other.choice = {"message": {"content": "Same"}, "finish_reason": "length"}
     reply = page("/answer", {"prompt": turns})[1]
+    assert json.loads(reply.pop("record"))["cut"] is True
     assert reply == {"text": "Same", "cut": True, "label": False} | whose
 
 
@@ -290,7 +294,8 @@ def test_the_own_model_answers_as_transformers_does(opened, tiny):
     assert code == 200 and reply["text"] == tokenizer.decode(theirs, skip_special_tokens=True)
     assert reply["cut"] is (theirs[-1].item() != 0)
     page.rate(True, prompt, reply["text"])
-    assert lines() == [{"prompt": prompt, "completion": reply["text"], "label": True}]
+    rating = {"prompt": prompt, "completion": reply["text"], "cut": False, "label": True}
+    assert lines() == [rating], "the request did not say that it was cut"
     code, reply = page("/answer", {"prompt": "word " * 200})
     assert code == 400 and "begin a new chat" in reply["error"]
 
@@ -306,7 +311,7 @@ def test_what_goes_wrong_is_said_in_words_and_the_page_goes_on(opened, other):
     other.choice = {}
     assert page("/answer", {"prompt": QUESTION})[0] == 200
     assert page("/rate", {"prompt": 3, "completion": "a", "label": True})[0] == 400
-    assert page("/rate", {"prompt": QUESTION, "completion": "a"})[1]["error"] == "label: missing"
+    assert page("/rate", {"prompt": QUESTION, "completion": "a"})[1]["error"].startswith("label: ")
 
 
 def test_a_redirect_of_the_server_is_a_fault_and_takes_the_key_nowhere(
@@ -335,7 +340,7 @@ def test_a_redirect_of_the_server_is_a_fault_and_takes_the_key_nowhere(
     assert code == 400 and reply["error"].startswith(
         f"server: {url}/v1/chat/completions: 302 Found"
     )
-    code, _, said = Started(tmp_path / "out", "rate", [f"--server={url}"]).ended()
+    code, _, said = Started(tmp_path / "out", "rate.__main__", [f"--server={url}"]).ended()
     assert code == 2 and said.startswith(f"error: server: {url}/v1/models: 302 Found")
     assert said.count("\n") == 1
     assert asked == [("/v1/chat/completions", "Bearer secret"), ("/v1/models", "Bearer secret")]
@@ -359,26 +364,75 @@ def test_the_prompts_of_a_file_are_shown_but_those_with_a_thumb(opened, other, t
     assert [card["prompt"] for card in page("/state")[1]["cards"]] == [one, two]
 
 
-def test_a_prompt_with_tools_or_arguments_of_the_template_is_refused_with_its_line(tmp_path):
-    rows = [
-        {"prompt": "one"},
-        {"prompt": "two", "tools": [{"name": "f"}]},
-        {"prompt": "three", "chat_template_kwargs": {"enable_thinking": False}},
-    ]
-    file = tmp_path / "p.jsonl"
+def test_a_server_is_asked_with_a_prompts_tools_but_not_with_settings_of_its_template(
+    opened, other, tmp_path
+):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [{"prompt": "one", "tools": tools}, {"prompt": "one", "chat_template_kwargs": {"x": 1}}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(rows[0]) + "\n")
+    page = opened(f"--server={other.url}", f"--prompts={file}")
+    (card,) = page("/state")[1]["cards"]
+    assert page("/answer", {"record": card["record"]})[0] == 200
+    assert other.asked[0]["tools"] == tools
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["--server=http://127.0.0.1:9", "--model=m", f"--prompts={file}"]
-    argv.append(f"--ratings={tmp_path / 'ratings.jsonl'}")
-    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
-    tools, arguments = said.splitlines()
-    assert code == 2 and "p.jsonl:2: tools: rate.py asks without them" in tools
-    assert "p.jsonl:3: chat_template_kwargs: rate.py asks without them" in arguments
+    argv = [f"--server={other.url}", f"--prompts={file}", "--port=0"]
+    code, _, said = Started(tmp_path / "out", "rate.__main__", argv).ended()
+    assert code == 2 and "prompts.jsonl:2: chat_template_kwargs: a server is asked without" in said
+
+
+# a day, tools, and a setting
+TEMPLATE = """
+{%- if strftime_now is defined %}{{ strftime_now('%Y %j') }} {% endif %}{{ style or '' }}
+{%- for t in tools or [] %}tool {{ t.function.name }} {% endfor %}
+{%- for m in messages %}{{ '<' + m.role + '>' + m.content + '<|pad|>' }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}
+"""
+
+
+def test_thumbs_train_the_prompts_that_were_answered_and_equal_questions_may_differ_otherwise(
+    opened, tiny, tmp_path
+):
+    """By transformers' own rendering. The whole number beside a prompt has more bits than one of a browser."""
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    own_style = {"chat_template_kwargs": {"style": "b"}}
+    more = [{}, {"tools": tools}, own_style, {"date": "2020-02-03"}, {"id": 2**62 + 1}, {}]
+    rows = [{"prompt": "one"} | fields for fields in more]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = f"--model={model}", "--prompts=p.jsonl", "--chat_template_kwargs=style=a"
+    page = opened(*argv, "--max_new_tokens=3")
+    cards = page("/state")[1]["cards"]
+    assert len(cards) == 5, "the last one is the first one again"
+    for i, card in enumerate(cards):
+        answer = page("/answer", {"record": card["record"]})[1]
+        assert page("/rate", {"record": answer["record"], "label": i % 2 == 0})[0] == 200
+        assert len(page("/state")[1]["cards"]) == 4 - i
+        assert page("/label", {"record": answer["record"]})[1] == {"label": i % 2 == 0}
+    page("/rate", {"prompt": QUESTION, "completion": ANSWER, "label": True})  # of a chat
+    assert lines()[4]["id"] == 2**62 + 1
+    t = transformers.AutoTokenizer.from_pretrained(model)
+    expected = []
+    for fields in [*more[:5], {"prompt": QUESTION}]:
+        fields = {"style": "a"} | fields | fields.get("chat_template_kwargs", {})
+        prompt = fields.get("prompt", [{"role": "user", "content": "one"}])
+        given = dict(tools=fields.get("tools"), style=fields["style"], add_generation_prompt=True)
+        text = t.apply_chat_template(prompt, tokenize=False, **given)
+        if "date" in fields:
+            text = text.replace(text[:8], "2020 034")
+        expected.append(t.encode(text, add_special_tokens=False))
+    tokenizer = Tokenizer(Source(model), None, "2021-05-06", "style=c")
+    data = Data("ratings.jsonl", max_prompt=99, max_completion=20)
+    examples, _ = load_examples("ratings.jsonl", tokenizer, "rated", data)
+    assert [list(e.prompt) for e in examples] == expected
+    assert [e.label for e in examples] == [True, False, True, False, True, True]
 
 
 def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(other, tmp_path):
     port = other.server_port
     argv = ["--model=no/such/model", f"--port={port}", f"--ratings={tmp_path / 'ratings.jsonl'}"]
-    code, _, said = Started(tmp_path / "out", "rate", argv).ended()
+    code, _, said = Started(tmp_path / "out", "rate.__main__", argv).ended()
     assert (code, said) == (2, f"error: port: {port} (0: any free one): Address already in use\n")
 
 
@@ -453,6 +507,6 @@ def test_the_command_on_the_page_trains_on_the_thumbs(opened, tiny, monkeypatch)
 )
 def test_a_rare_kind_of_thumb_gets_its_class_weight(up, down, weights):
     """By hand: the rarer kind, with its weight, counts as much as the other one."""
-    words = rate.training_command("m", Path("r.jsonl"), up, down, "out/t")
+    words = training_command("m", Path("r.jsonl"), up, down, "out/t")
     expected = [f"--kto.{weights[0]}desirable_weight", weights[1]] if weights else []
     assert words[10:] == expected

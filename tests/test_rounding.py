@@ -152,7 +152,7 @@ def test_what_was_learned_is_left_where_weights_become_coarser(
 
 
 def test_a_program_that_asks_a_model_in_bfloat16_has_all_that_was_learned(base, week_1):
-    """generate.py and rate.py on a GPU."""
+    """generate.py and the page for thumbs on a GPU."""
     before = margin_of_peft(base)
     learned = margin_of_peft(base, week_1 / "final_adapter") - before
     for folder in ("float32", "final_adapter"):

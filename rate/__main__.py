@@ -1,0 +1,91 @@
+"""Talk to a model in the browser and give its answers thumbs up or down.
+
+    python -m rate --model out/<run>                           # a chat
+    python -m rate --model out/<run> --prompts prompts.jsonl   # one prompt of a file after the other, by keys
+    python -m rate --server http://127.0.0.1:8000              # a model behind an OpenAI-compatible server
+
+The thumbs are in ratings.jsonl, which kto.py reads. This file is the whole state: it is read and written anew for each
+thumb. So a killed server loses no thumb, and a page that is still open goes on with the next server. The page shows the
+command that trains on the thumbs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from checks import sampling_faults
+from generate import read_prompts
+from infra.console import BadInput, command_line, run_cli, say
+from infra.parse import parse_command
+from infra.settings import Sampling
+from rate.answering import OtherServer, OwnModel
+from rate.desk import Desk
+from rate.ratings import Ratings
+from rate.server import RateServer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSettings(Sampling):
+    """python -m rate --model out/<run> opens a page on which a person rates the model's answers."""
+
+    model: str | None = None
+    """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes. With --server: the model's
+    name there; default: the first one that the server lists."""
+    server: str | None = None
+    """The address of an OpenAI-compatible server that answers instead of a model here, such as
+    http://127.0.0.1:8000, or that of its API, such as https://HOST/v1beta/openai. A key is read from OPENAI_API_KEY."""
+    ratings: str = "ratings.jsonl"
+    """The file with the thumbs. Its records are read first; it is made if it is not there."""
+    prompts: str | None = None
+    """Records whose prompts are shown one after the other, in any form that online.py reads. Prompts that have
+    a rating are left out. Default: a chat."""
+    port: NonNegativeInt = 8765
+    """The page is on 127.0.0.1 at this port; 0: any free one."""
+    temperature: NonNegativeFloat = 0.7
+    """Sampling temperature; at 0 another answer is always the same one."""
+    max_new_tokens: PositiveInt = 512
+    """Longest answer in tokens; less where the context ends."""
+    plain: bool = False
+    """true: leave the chat template aside, as for a run on plain records. Each prompt is then alone."""
+    chat_template_kwargs: str | None = None
+    """As data.chat_template_kwargs of the run that trained the model: enable_thinking=false."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_command(RateSettings, __doc__, command_line()[1:] if argv is None else argv)
+    faults = sampling_faults(args)
+    if not args.model and not args.server:
+        faults.append("model: missing: --model, or --server for one elsewhere")
+    file = Path(args.ratings).expanduser()
+    if file.suffix != ".jsonl" or not file.absolute().parent.is_dir():
+        faults.append(f"ratings: {file}: expected a .jsonl file in a folder that exists")
+    if faults:
+        raise BadInput("\n".join(faults))
+    ratings = Ratings(file)
+    ratings.read()  # a bad line is refused before a model is loaded
+    server = RateServer(args.port)  # and so is a port that is taken
+    model = OtherServer(args) if args.server else OwnModel(args)
+    prompts = read_prompts(args.prompts, model.asked) if args.prompts else {}
+    desk = server.desk = Desk(model, ratings, list(prompts.values()))
+    say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {file}")
+    up, down = ratings.count()
+    if up or down:
+        say(
+            f"it has {up} up and {down} down already; a run renders all records of a file alike (docs/data.md)"
+        )
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        model.close()
+        server.server_close()
+    counts = desk.counts()
+    say(f"{counts['up']} up, {counts['down']} down in {file}")
+    if counts["command"]:
+        say(f"train on them: {counts['command']}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
