@@ -380,6 +380,11 @@ def finish(loop: Any) -> None:
     run.evaluator.compare(run.state.step)
     if run.cfg.lora.rank:
         export_adapters(run)
+    if run.cfg.lora.quantize:
+        say(
+            "the numbers of this run are of the base in 4 bits; an export has the adapters merged into the unquantised "
+            "base, which is another model: measure `final` itself"
+        )
     exports = {"final": run.state.step, "best": run.state.best_step}
     start = run.state.start_score
     if run.state.best_step and start is not None and run.state.best_score <= start:

@@ -2,6 +2,7 @@
 adapters: lora.py.)"""
 
 import codecs
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,7 @@ def make_card(checkpoint: Source, library: str | None) -> str:
     about = {
         "library_name": library,
         "base_model": root_id(checkpoint),
+        **_licence_of(checkpoint.root),
         "datasets": list(dict.fromkeys(filter(is_hub_id, names))),
         "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
     }
@@ -112,6 +114,16 @@ the hash `{state.hashes["records"]}`, with these settings (of paths the last nam
 ```yaml
 {yaml.safe_dump(_without_folders(settings), sort_keys=False)}```
 """
+
+
+def _licence_of(folder: Path) -> dict[str, str]:
+    """What the card of a model says about its licence, if it has one that can be read."""
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        metadata = huggingface_hub.metadata_load(folder / "README.md") or {}
+        return {
+            x: metadata[x] for x in ("license", "license_name", "license_link") if x in metadata
+        }
+    return {}
 
 
 # settings that hold paths, by their last name, so that a fork's reward.model is among them

@@ -31,11 +31,13 @@ from infra.settings import find_path, read_text, refuse_unless
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
 
-# What a config must not say: quantised weights, and attention or rotary positions that change with the
+# Quantised weights, by any method.
+QUANTISED = re.compile(r'"(quantization|compression)_config":\s*\{\s*"')
+# What a config must not say: attention or rotary positions that change with the
 # length of the text, because models/load.py compares short texts only. longrope's positions change only
 # beyond the original context, and context_of allows no longer text.
 REFUSED = re.compile(  # the fields with any value but null and false
-    '"(quantization_config|attn_temperature_tuning|attention_chunk_size|llama_4_scaling_beta)"(?=: [^nf])'
+    '"(attn_temperature_tuning|attention_chunk_size|llama_4_scaling_beta)"(?=: [^nf])'
     '|"rope_type": "(?!default|linear|llama3|yarn|longrope).+"'
 )
 # Files that an export takes over from its source. Of the model: its own config.json (transformers
@@ -131,7 +133,7 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
                 f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints"
             )
     if not folder.is_dir():
-        wanted = ["*.json", "*.jinja", "*.txt", "*.py", "tokenizer.model"]
+        wanted = ["*.json", "*.jinja", "*.txt", "*.py", "tokenizer.model", "README.md"]
         if weights:
             wanted.append("*.safetensors")
         # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
@@ -161,9 +163,20 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         raise BadInput(
             f"{what}: {name}: a folder without config.json: no model of Hugging Face's form"
         )
-    elif weights and not base and not (folder / "lit_model.pth").exists():
-        weight_files(folder)  # now, not after the records are read
-    return Source(folder, base and find_model(base, what, weights))
+    elif weights and not base:
+        # now, not after the records are read
+        refuse_unless(
+            not QUANTISED.search((folder / "config.json").read_text()),
+            f"{what}: {name}: config.json has a quantization_config: the weights are quantised, and only weights in "
+            "16 or 32 bits are read; name the same model in bfloat16 (--lora.quantize nf4 holds it in 4 bits)",
+        )
+        if not (folder / "lit_model.pth").exists():
+            weight_files(folder)
+    if not base:
+        return Source(folder)
+    if (folder / "adapter_config.json").exists():
+        what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
+    return Source(folder, find_model(base, what, weights))
 
 
 def base_name(folder: Path) -> str | None:
@@ -220,9 +233,8 @@ def read_config(source: Source) -> transformers.PretrainedConfig:
             config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
         text = config.get_text_config()
         # A model that reads images, too, describes its encoder beside the text model, and the encoder is
-        # not computed. But a quantization of both stands outside of the text model's part.
-        quantization = {"quantization_config": getattr(config, "quantization_config", None)}
-        refused = REFUSED.search(text.to_json_string(use_diff=False) + json.dumps(quantization))
+        # not computed.
+        refused = REFUSED.search(text.to_json_string(use_diff=False))
         if refused:
             raise BadInput(f"{file}: {refused[0]} is not supported")
         int(context_of(config))  # raises for a type without a longest text

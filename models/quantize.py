@@ -13,7 +13,14 @@ from infra.rounding import round_at_random
 def quantize_base(model: nn.Module, device: torch.device | str) -> None:
     """QLoRA (arXiv 2305.14314): put bitsandbytes' layers of 4 bits (nf4) in place of the frozen
     linear layers of all blocks, on `device`. Adapters, biases and everything outside the blocks
-    stay as they are. Raises BadInput."""
+    stay as they are. Raises BadInput, also if a block has a matrix outside of its linear layers."""
+    linears = {m.weight for m in model.blocks.modules() if type(m) is nn.Linear}
+    for name, p in model.blocks.named_parameters():
+        if p.dim() > 1 and p not in linears and "lora_" not in name:
+            raise BadInput(
+                "lora.quantize: nf4 holds linear layers in 4 bits, and this model has matrices outside of them, such "
+                f"as the experts of a mixture ({name}): leave lora.quantize null"
+            )
     # bitsandbytes warns at every forward that it casts its inputs, which is what we want
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.nn as bnb  # slow to import

@@ -97,7 +97,7 @@ BUDGETS = {
     "sweep.py": 650,
     "trainer.py": 3_650,
     "infra/": 14_100,  # lists of texts are read by us, so that [no, 10] holds two texts
-    "models/": 12_650,  # an export writes by the names and types of the files; random rounding
+    "models/": 12_850,  # an export writes by the names and types of the files; random rounding
     "records/": 16_150,
     "convert/": 11_350,
     "rate/": 3_150,  # with the file of thumbs, which was in records/
@@ -106,7 +106,7 @@ BUDGETS = {
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 38
-TOKENS_OF_A_RUN = 67_350
+TOKENS_OF_A_RUN = 67_450
 
 
 def n_tokens(file: Path) -> int:

@@ -6,6 +6,7 @@ import bitsandbytes
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import (
     assert_same,
     checkpoint_tensors,
@@ -14,7 +15,7 @@ from conftest import (
     ranks,
     train,
 )
-from tiny_models import ragged, refused, same_weights, with_adapters
+from tiny_models import GQA, made, ragged, refused, same_weights, with_adapters
 
 from infra.checkpoint import checkpoints_by_step
 from infra.logger import Logger
@@ -44,6 +45,7 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     out = tmp_path / "run"
     killed((Logger, "step"), 4, lambda: train(llama, ratings, out, *argv))
     assert_same(train(llama, ratings, out, "--resume=auto", *argv), whole)
+    assert "the numbers of this run are of the base in 4 bits" in capsys.readouterr().out
     state = adapters_of(out)
     assert state and all("lora_" in n and x.dtype == torch.float32 for n, x in state.items())
 
@@ -108,6 +110,18 @@ def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
 def test_a_width_that_nf4_computes_wrong_on_a_cpu_is_refused(tiny):
     gpt = with_adapters(tiny, Lora(rank=2))
     refused("nf4 needs .* multiples of 64, this model has 32", quantize_base, gpt, "cpu")
+
+
+EXPERTS = dict(moe_intermediate_size=64, num_experts=4, num_local_experts=4, n_routed_experts=4)
+EXPERTS |= dict(num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "glm4_moe", "granitemoe", "ernie4_5_moe"])
+def test_a_mixture_is_refused_because_its_experts_would_not_be_quantised(kind, tmp_path):
+    sizes = dict(GQA, vocab_size=512, hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    made(transformers.CONFIG_MAPPING[kind](**sizes | EXPERTS), tmp_path)
+    gpt = with_adapters(tmp_path, Lora(rank=2, targets="q_proj"))
+    refused("^lora.quantize: nf4 .* experts of a mixture", quantize_base, gpt, "cpu")
 
 
 def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):

@@ -88,9 +88,9 @@ def test_what_is_not_there_is_refused_in_one_line(tmp_path):
 
 def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
     files = ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
-    files += ["model-00001-of-00002.safetensors"]
+    files += ["README.md", "model-00001-of-00002.safetensors"]
     more = ["consolidated.safetensors", "pytorch_model.bin", "onnx/model.safetensors"]
-    more += ["original/params.json", "README.md"]
+    more += ["original/params.json", "original/README.md"]
     got = []
 
     def snapshot_download(source, **patterns):
@@ -158,7 +158,6 @@ NORM = "transformer.ln_f.bias"
 BROKEN = {
     "config.json: Expecting value": lambda f: (f / "config.json").write_text('{"model_type": '),
     "config.json: .*model type .llamba.": lambda f: edited(f, model_type="llamba"),
-    '"quantization_config" is not supported': lambda f: edited(f, quantization_config={"bits": 4}),
     "^{folder}: weights are missing: no model.safetensors; either they were not downloaded": no_weights,
     "^{folder}: weights are missing: no model.safetensors; a .bin file is a pickle": other_format,
     "^{folder}: weights are missing: no model-2.safetensors; either": half_of_a_download,
@@ -177,6 +176,31 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(match, tiny, tmp_path
     BROKEN[match](tmp_path / "in")
     match = match.replace("{folder}", re.escape(str(tmp_path / "in")))
     refused(match, load.load_model, tmp_path / "in")
+
+
+QUANTISED = {
+    "of Unsloth": {"load_in_4bit": True, "quant_method": "bitsandbytes"},
+    "of gpt-oss": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+    "in 8 bits": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "without a method": {"bits": 4},
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_weights_are_refused_with_the_field_that_names_them(name, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "in")
+    edited(tmp_path / "in", quantization_config=QUANTISED[name])
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "in")}
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    fault = f"{tmp_path / 'in'}: config.json has a quantization_config: the weights are quantised"
+    refused(f"^model: {fault}", find_model, str(tmp_path / "in"))
+    refused(f"^reference: {fault}", find_model, str(tmp_path / "in"), "reference")
+    field = f"{adapter}/adapter_config.json: base_model_name_or_path"
+    refused(f"^model: {field}: {fault}", find_model, str(adapter))
+    edited(tmp_path / "in", quantization_config=None)
+    find_model(str(adapter))
 
 
 def test_constants_in_an_old_file_are_no_weights(tiny, tmp_path):
