@@ -4,7 +4,9 @@ and in the loop (trainer.py), sampling_faults by generate.py and the page for th
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from difflib import get_close_matches
 from itertools import chain, zip_longest
 from typing import Any
@@ -15,12 +17,24 @@ from transformers import PretrainedConfig
 from data import Part, Step
 from infra.console import BadInput, Failed, say, user_error
 from infra.optimizer import steps_per_epoch
-from infra.settings import Data, RunSettings, Sampling, find_path, refuse_unless
+from infra.settings import (
+    Data,
+    IdleRule,
+    RunSettings,
+    Sampling,
+    find_path,
+    refuse_unless,
+    split_commas,
+)
 from model import Scores
 from models.hub import context_of, find_model, read_config
 from objective import Objective, Z
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_share, split_sources
+from records.tokenizer import Tokenizer
+
+# of val.csv, by the checker: empty in rows without a check
+CHECKER_COLUMNS = ("checker_accuracy", "kl/own")
 
 
 def check_objective(objective: Objective) -> None:
@@ -126,18 +140,61 @@ def check_examples(
     if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
         steps_per_epoch(cfg, len(examples["train"]))
+    check_shares(cfg.data.split, examples)
     if cfg.keep_best and not examples["val"]:
         raise BadInput(
             "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"
         )
     # each of their iterations ends with a check
     has_iterations = objective.record_kind in ("demonstrations", "prompts")
-    by_checker = cfg.keep_best in ("checker_accuracy", "kl/own")
-    if by_checker and cfg.eval.check_interval is None and not has_iterations:
+    if cfg.keep_best in CHECKER_COLUMNS and cfg.eval.check_interval is None and not has_iterations:
         raise BadInput(
             f"keep_best: {cfg.keep_best}: computed at the end alone, where it chooses nothing: give "
             "eval.check_interval, too, such as '1 epochs'"
         )
+
+
+def check_shares(split: str | None, examples: dict[str, list[Example]]) -> None:
+    """Refuse a share of data.split that no record has fallen into: a file of few prompts."""
+    for name, share in zip(("train", "val", "test"), split_commas(split)):
+        refuse_unless(
+            float(share) == 0 or examples[name],
+            f"data.split: {split}: the {name} share is empty, because data.train has too few prompts: give another "
+            "split, or a file for each",
+        )
+
+
+def idle_rules(
+    cfg: RunSettings,
+    objective: Objective,
+    tokenizer: Tokenizer,
+    examples: dict[str, list[Example]],
+    has_checker: bool,
+) -> list[IdleRule]:
+    """When settings find nothing to act on: beside the other settings, in these records, or in the chat template."""
+    train, val, test = examples["train"], examples["val"], examples["test"]
+    kind = objective.record_kind
+    has_both = kind in ("rated", "paired")
+    is_checked = has_checker and bool(val or test)
+    is_sampled = is_checked or bool(val and cfg.eval.samples)
+    rates_by_checker = kind == "prompts"  # online.py
+    sampling = [f"eval.{one.name}" for one in fields(Sampling)]
+    is_distinct = len({e.prompt_key for e in train}) == len(train)
+    chosen, rejected = zip(*(e.rewards for e in train)) if kind == "paired" else ([None], [None])
+    return [
+        *cfg.idle_rules(),
+        *tokenizer.idle_rules(tokenizer.has_rendered, "data."),
+        (not val, "val_interval eval.samples", "no records are held out"),
+        (not (has_checker and val), "eval.check_interval", "no answers are checked"),
+        (not is_checked, "eval.prompts", "no answers are checked"),
+        (not is_checked and not rates_by_checker, "eval.check", "no records are held out"),
+        (not is_sampled, " ".join(sampling), "no answers to held-out prompts are sampled"),
+        (has_both and is_distinct, "data.group_by_prompt", "each prompt has one example"),
+        (not any(e.label for e in train), "kto.desirable_weight", "there are no thumbs up"),
+        (all(e.label for e in train), "kto.undesirable_weight", "there are no thumbs down"),
+        (None not in chosen, "dpo.chosen_reward", "each record gives its own"),
+        (None not in rejected, "dpo.rejected_reward", "each record gives its own"),
+    ]
 
 
 def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> None:
@@ -207,6 +264,12 @@ def sampling_faults(args: Sampling, prefix: str = "") -> list[str]:
     faults = []
     if "" in args.stop:
         faults.append(f"{prefix}stop: an empty text would end each answer after its first token")
+    escaped = [text for text in args.stop if re.search(r"\\[nrt]", text)]
+    if escaped:
+        faults.append(
+            f"{prefix}stop: {escaped[0]}: a backslash and a letter, not a line break: in double quotes, "
+            'as in ["\\n"], it is one'
+        )
     return faults
 
 

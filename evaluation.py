@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from checks import as_python
+from checks import CHECKER_COLUMNS, as_python
 from data import Step
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, Failed, progress, say, user_code
@@ -316,7 +316,10 @@ def validate(loop: Any, plan: Plan) -> bool:
     else:
         row, samples = validation_row(loop, plan)
     run.state.unvalidated = False
-    is_best = run.state.remember_if_best(row, run.cfg.keep_best)
+    column = run.cfg.keep_best
+    is_best = run.state.remember_if_best(row, column)
+    if done > 0 and column and row[column] is None and column not in CHECKER_COLUMNS:
+        say(f"keep_best: {column} has no value at step {done}, which cannot be the best")
     run.logger.validation(done, row, samples)
     if is_saved:
         run.save_state()
@@ -389,6 +392,8 @@ def finish(loop: Any) -> None:
     start = run.state.start_score
     if run.state.best_step and start is not None and run.state.best_score <= start:
         say(f"keep_best: {run.cfg.keep_best}: no step was better than the model before the run")
+    if run.cfg.keep_best and run.state.best_step is None:
+        say(f"keep_best: {run.cfg.keep_best}: no row of val.csv has a value: there is no best")
     test = run.examples["test"]
     scores = {}
     for name, step in exports.items():

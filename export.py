@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 
 from infra.console import run_cli
 from infra.files import publish_folder
-from infra.settings import refuse_unless
+from infra.settings import LocalPath, refuse_unless
 from models.export import export_checkpoint
 from models.hub import find_model
 
@@ -22,18 +22,19 @@ from models.hub import find_model
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
-    parser.add_argument("--out", type=Path, required=True, help="where to write")
+    parser.add_argument("--out", type=LocalPath, required=True, help="where to write")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args(argv)
-    refuse_unless(not args.out.exists(), f"out: {args.out}: is there already")
+    out = Path(args.out)
+    refuse_unless(not out.exists(), f"out: {out}: is there already")
     refuse_unless(
         (args.checkpoint / "state.json").exists(),
         f"checkpoint: {args.checkpoint}: not a checkpoint of a run",
     )
     dtype = getattr(torch, args.dtype) if args.dtype else None
     write = partial(export_checkpoint, find_model(str(args.checkpoint)), export_dtype=dtype)
-    publish_folder(Fabric(accelerator="cpu", devices=1), write, args.out)
-    print(f"exported to {args.out}")
+    publish_folder(Fabric(accelerator="cpu", devices=1), write, out)
+    print(f"exported to {out}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,14 @@ from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
 from infra.parse import parse_command
 from infra.seeds import mixed
-from infra.settings import Sampling, refuse_unless, split_commas
+from infra.settings import (
+    GREEDY,
+    LocalPath,
+    Sampling,
+    idle_settings,
+    refuse_unless,
+    split_commas,
+)
 from models.hub import find_model, weights_hash
 from models.load import load_model
 from records.answer import answer_fields, asked_record, fields_of_prompt, prompt_key
@@ -54,6 +61,9 @@ class AskedModel:
         self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
         self.longest_prompt = self.policy.max_seq_length - 1
         self.by_template = bool(self.tokenizer.template) and not plain
+        for holds, names, reason in self.tokenizer.idle_rules(self.by_template):
+            is_idle = holds and chat_template_kwargs and "chat_template_kwargs" in names.split()
+            refuse_unless(not is_idle, f"chat_template_kwargs: no effect: {reason}")
         if self.by_template:
             self.tokenizer.end_as_the_template_does()
 
@@ -139,7 +149,7 @@ class Ask(Sampling):
     prompts: str | None = None
     """Records whose prompts are answered into the file --out, in any form that online.py reads; a text goes
     through the chat template, too."""
-    out: str = "answers.jsonl"
+    out: LocalPath = "answers.jsonl"
     """With --prompts: the file of the answers. A line holds all that the model was asked, the fields beside it, the
     "completion", and whether the answer was "cut" at max_new_tokens. With a "label" of yours in each line kto.py learns
     from it. It is written after each batch; the same command goes on after the answers that are there."""
@@ -245,6 +255,14 @@ def main(argv: list[str] | None = None) -> None:
     faults = sampling_faults(args)
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")
+    for_files = "out extra num_generations batch_size"
+    faults += idle_settings(
+        args,
+        [
+            (not args.prompts, for_files, "only with --prompts"),
+            (args.temperature == 0, "top_p seed", GREEDY),
+        ],
+    )
     if args.num_generations > 1 and args.temperature == 0:
         faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
     taken = [name for name in split_commas(args.extra) if name in OWN_FIELDS]

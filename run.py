@@ -24,6 +24,7 @@ from checks import (
     check_optimizer,
     check_settings,
     check_state_dict,
+    idle_rules,
 )
 from data import Budget, make_budget
 from evaluation import Checker, Evaluator
@@ -56,7 +57,7 @@ from infra.optimizer import make_optimizer, what_trains
 from infra.program import program_hash
 from infra.rounding import dtype_of
 from infra.seeds import mixed
-from infra.settings import RunSettings
+from infra.settings import RunSettings, idle_settings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module
 from models.lora import merged_weights, reset_adapters
@@ -278,6 +279,10 @@ def setup(
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     examples = load_splits(data, tokenizer, objective.record_kind, make_records)
     check_examples(cfg, config, objective, examples)
+    has_checker = bool(checker or cfg.eval.check)
+    rules = idle_rules(cfg, objective, tokenizer, examples, has_checker)
+    for line in idle_settings(cfg, rules):
+        say(line)
 
     # the processes, and the run's folder, which the first of them locks
     fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))

@@ -25,7 +25,7 @@ from infra.devices import to_device
 from infra.files import read_lines
 from infra.optimizer import iteration_plans
 from infra.parse import parse
-from infra.settings import RunSettings, Sampling, refuse_unless
+from infra.settings import IdleRule, RunSettings, Sampling, refuse_unless
 from objective import Objective, Z
 from records.examples import Example
 from rollout import (
@@ -77,6 +77,13 @@ class Settings(RunSettings):
             len(betas) == n,
             f"spin.beta: expected one number or {n} of them, got {self.spin.beta}",
         )
+
+    def idle_rules(self) -> list[IdleRule]:
+        is_alone = self.spin.max_iterations == 1
+        return [
+            *super().idle_rules(),
+            (is_alone, "spin.mix", "the first iteration has no last one"),
+        ]
 
 
 class SPIN(DPO):
@@ -159,6 +166,8 @@ def main(
         demonstrations = run.examples["train"]
         n = len(demonstrations)
         with_mixed = n + int(cfg.spin.mix * n)  # from the second iteration on
+        if cfg.spin.mix and with_mixed == n:
+            say(f"no effect: spin.mix: less than one of {n} answers")
         plans = iteration_plans(cfg, [n] + [with_mixed] * (cfg.spin.max_iterations - 1))
         for i, plan in iterations(run, plans, moving_reference=True):
             answers = policy_answers(run, i, plan, demonstrations, cfg.spin)

@@ -21,6 +21,7 @@ import report
 from infra.console import BadInput, Failed, run_cli
 from infra.parse import split_options
 from infra.program import program_hash
+from infra.settings import LocalPath
 
 STOPS = SIGINT, SIGTERM, SIGUSR1, SIGHUP  # after which a run has saved (devices.Stop)
 
@@ -65,9 +66,11 @@ def run_one(command: list[str], folder: Path) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("program", type=Path, help="kto.py, another program, or a copy of one")
-    parser.add_argument("--out_dir", type=Path, help="the folder of all runs and of the report")
+    parser.add_argument(
+        "--out_dir", type=LocalPath, help="the folder of all runs and of the report"
+    )
     args, words = parser.parse_known_args(argv)
-    out = args.out_dir or Path("out", f"sweep-{args.program.stem}")
+    out = Path(args.out_dir) if args.out_dir else Path("out", f"sweep-{args.program.stem}")
     grid = []
     for option in filter(None, split_options(words)):
         name, _, values = "=".join(option).partition("=")

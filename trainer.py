@@ -91,7 +91,7 @@ class Trainer:
             # does nothing where validate has saved this step already, before it spent time on it
             if number == plan.end or is_best or is_due(number, run.cfg.save_interval, plan):
                 run.save()
-            if number == run.cfg.stop_at:
+            if number == run.cfg.stop_at and number < plan.total:
                 run.stop.reason = run.stop.reason or "stop_at"
             if run.stop.reason and number < plan.total:
                 run.stop_early(run.stop.reason)

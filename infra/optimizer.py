@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from lightning.fabric import Fabric
 
+from infra.console import say
 from infra.settings import Lora, Optim, RunSettings, refuse_unless
 
 
@@ -91,11 +92,14 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
         "give more iterations or epochs",
     )
     ends = [min(end, total) for end in ends]
-    return [
+    plans = [
         Plan(per_epoch, total, begin, end, lengths[0])
         for per_epoch, begin, end in zip(lengths, ends, ends[1:])
         if begin < end
     ]
+    if len(plans) < len(sizes):
+        say(f"max_steps: {total} steps end in iteration {len(plans)} of {len(sizes)}")
+    return plans
 
 
 # ---- the learning rate --------------------------------------------------------------------------

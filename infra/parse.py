@@ -39,7 +39,8 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
         if "data.train" in names:
             if "print_config" not in names:  # what that prints is a file of settings
                 say("your data.train: the demo's validation data and checker are left out")
-            defaults |= {"data.val": None, "eval.check": None}
+            defaults = {x: value for x, value in defaults.items() if not x.startswith("eval.")}
+            defaults["data.val"] = None
     elif "config" not in names and "print_config" not in names:
         say(f"your model: defaults, not config/{demo} (--print_config shows them)")
     doc = sys.modules[objective.__module__].__doc__ or ""

@@ -35,6 +35,8 @@ UpToOne = restricted_number_type("UpToOne", float, [(">", 0), ("<=", 1)])
 # An interval: a number of steps, or a part of an epoch.
 Epochs = restricted_string_type("Epochs", "^([0-9]*[.])?[0-9]*[1-9][0-9]*([.][0-9]*)? epochs?$")
 Interval = PositiveInt | Epochs
+# s3://bucket would become a folder named `s3:` on this machine.
+LocalPath = restricted_string_type("LocalPath", "(?s)^(?!.*://).*$")
 
 
 def find_path(source: str) -> Path:
@@ -60,6 +62,11 @@ def refuse_unless(ok, message: str) -> None:
     """Raise BadInput with this message unless `ok`."""
     if not ok:
         raise BadInput(message)
+
+
+# Whether settings have no effect; their names, by blanks, or a group as `lora.`; and the reason.
+IdleRule = tuple[bool, str, str]
+GREEDY = "temperature 0 takes the likeliest token"
 
 
 # ---- what a resume may do with a setting ------------------------------------------------------------
@@ -106,7 +113,7 @@ class Data:
     max_completion: PositiveInt | None = None
     """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or
     what fits into the context beside data.max_prompt."""
-    chat_template: str | None = content(default=None)
+    chat_template: LocalPath | None = content(default=None)
     """A jinja file in place of the tokenizer's own chat template, or where it has none."""
     chat_template_kwargs: str | None = None
     """Given to the chat template with each record without chat_template_kwargs of its own: enable_thinking=false."""
@@ -209,13 +216,13 @@ class RunSettings:
     data: Data
     reference: str | None = content(default=None)
     """Another frozen model to compare with, of the same tokenizer. Default: the one we start from."""
-    reference_cache: str | None = free(None)
+    reference_cache: LocalPath | None = free(None)
     """A folder that keeps the reference's log-probs, by content of weights, prompt and completion.
     All log-probs that the run needs are computed before its first step, or found there; then the
     reference is released."""
-    out_dir: str | None = free(None)
+    out_dir: LocalPath | None = free(None)
     """Folder of this run. Default: a new one under out/."""
-    resume: str | None = free(None)
+    resume: LocalPath | None = free(None)
     """auto: from out_dir's newest checkpoint, if there is one. Or the folder of one of out_dir's checkpoints; later
     checkpoints are then renamed."""
     seed: NonNegativeInt = 1
@@ -299,6 +306,51 @@ class RunSettings:
             self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
         )
         refuse_unless(self.seed < 2**32, f"seed: expected less than 2^32, got {self.seed}")
+
+    def idle_rules(self) -> list[IdleRule]:
+        """When settings have no effect because of other settings. checks.py adds those that depend on the records."""
+        of_lr = [f"optim.{one.name}" for one in dataclasses.fields(Optim) if one.name != "lr"]
+        rules: list[IdleRule] = [
+            (not self.lora.rank, "lora.", "there are no adapters without lora.rank"),
+            (self.optim.lr == 0, " ".join(of_lr), "optim.lr is 0"),
+        ]
+        for name, group in vars(self).items():
+            if isinstance(group, Sampling):
+                rules.append((group.temperature == 0, f"{name}.top_p", GREEDY))
+        return rules
+
+
+# ---- settings without effect ---------------------------------------------------------------------
+
+
+def given_settings(settings: object, prefix: str = "") -> list[str]:
+    """The dotted names of the settings that differ from their defaults."""
+    names = []
+    for one in dataclasses.fields(settings):
+        value = getattr(settings, one.name)
+        name = f"{prefix}{one.name}"
+        if dataclasses.is_dataclass(value):
+            names += given_settings(value, f"{name}.")
+            continue
+        default = one.default
+        if one.default_factory is not dataclasses.MISSING:
+            default = one.default_factory()
+        if value != default:
+            names.append(name)
+    return names
+
+
+def idle_settings(settings: object, rules: list[IdleRule]) -> list[str]:
+    """A line for each rule that holds and of which a setting was given."""
+    given = given_settings(settings)
+    lines = []
+    for holds, names, reason in rules:
+        own = names.split()
+        # "lora." stands for the whole group
+        idle = [name for name in given if name in own or f"{name.split('.')[0]}." in own]
+        if holds and idle:
+            lines.append(f"no effect: {', '.join(idle)}: {reason}")
+    return lines
 
 
 # ---- names, and what a resume has changed --------------------------------------------------------------

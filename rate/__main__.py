@@ -18,7 +18,7 @@ from checks import sampling_faults
 from generate import read_prompts
 from infra.console import BadInput, command_line, run_cli, say
 from infra.parse import parse_command
-from infra.settings import Sampling
+from infra.settings import GREEDY, LocalPath, Sampling, idle_settings
 from rate.answering import OtherServer, OwnModel
 from rate.desk import Desk
 from rate.ratings import Ratings
@@ -35,7 +35,7 @@ class RateSettings(Sampling):
     server: str | None = None
     """The address of an OpenAI-compatible server that answers instead of a model here, such as
     http://127.0.0.1:8000, or that of its API, such as https://HOST/v1beta/openai. A key is read from OPENAI_API_KEY."""
-    ratings: str = "ratings.jsonl"
+    ratings: LocalPath = "ratings.jsonl"
     """The file with the thumbs. Its records are read first; it is made if it is not there."""
     prompts: str | None = None
     """Records whose prompts are shown one after the other, in any form that online.py reads. Prompts that have
@@ -55,6 +55,7 @@ class RateSettings(Sampling):
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(RateSettings, __doc__, command_line()[1:] if argv is None else argv)
     faults = sampling_faults(args)
+    faults += idle_settings(args, [(args.temperature == 0, "top_p", GREEDY)])
     if not args.model and not args.server:
         faults.append("model: missing: --model, or --server for one elsewhere")
     file = Path(args.ratings).expanduser()

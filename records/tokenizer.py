@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infra.console import BadInput, say, user_error
-from infra.settings import find_path, read_text, refuse_unless, split_commas
+from infra.settings import IdleRule, find_path, read_text, refuse_unless, split_commas
 from models.hub import Source, read_json
 from records.forms import Record
 from records.template import MARK, ChatTemplate
@@ -67,6 +67,7 @@ class Tokenizer:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
         self.eos = stops[0]
         self.stops = tuple(dict.fromkeys(stops))
+        self.has_rendered = False  # whether a record has gone through the chat template
         self.stops_of_template: tuple[int, ...] = ()  # those that the chat template adds
         self.bos = self.hf.bos_token_id
         # GPT-2 calls its EOS the unknown token, too, and needs none
@@ -102,7 +103,24 @@ class Tokenizer:
                 "chat template: none here, and a record of this file needs one, since it has messages, "
                 "system or tools: give --model, one that has it, or data.chat_template"
             )
+        self.has_rendered = True
         return self.chat.render(record, Counter() if counts is None else counts)
+
+    def idle_rules(self, by_template: bool, prefix: str = "") -> list[IdleRule]:
+        """When the settings of the chat template have no effect. prefix: what stands before their names."""
+        template = self.chat.source
+        unread = [x for x in self.chat.kwargs if not re.search(rf"\b{re.escape(x)}\b", template)]
+        names = " ".join(f"{prefix}{x}" for x in ("chat_template", "chat_template_kwargs", "date"))
+        reason = f"the chat template does not read {', '.join(unread)}"
+        return [
+            (not by_template, names, "no record goes through the chat template"),
+            (by_template and bool(unread), f"{prefix}chat_template_kwargs", reason),
+            (
+                by_template and "strftime_now" not in template,
+                f"{prefix}date",
+                "the chat template prints no date",
+            ),
+        ]
 
     def end_as_the_template_does(self) -> None:
         """Compare the token in which the chat template ends an answer with `stops`, add it if it is not

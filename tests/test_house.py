@@ -76,12 +76,12 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 2_800,
+    "checks.py": 3_200,
     "data.py": 2_400,
-    "dpo.py": 1_050,
-    "evaluation.py": 3_400,  # the export is measured with its matrices rounded at random
+    "dpo.py": 1_100,
+    "evaluation.py": 3_450,  # the export is measured with its matrices rounded at random
     "export.py": 300,
-    "generate.py": 1_800,  # a line of a file of answers is compared whole before a command goes on
+    "generate.py": 1_900,  # a line of a file of answers is compared whole before a command goes on
     "head.py": 1_350,
     "kto.py": 1_100,
     "model.py": 2_550,
@@ -91,22 +91,22 @@ BUDGETS = {
     "reference.py": 1_700,
     "report.py": 1_150,
     "rollout.py": 2_350,  # iterations write records that kto.py reads
-    "run.py": 1_950,  # merged adapters are rounded at random
+    "run.py": 2_000,  # merged adapters are rounded at random
     "sampler.py": 2_500,
-    "spin.py": 1_100,
+    "spin.py": 1_150,
     "sweep.py": 650,
     "trainer.py": 3_650,
-    "infra/": 14_100,  # lists of texts are read by us, so that [no, 10] holds two texts
+    "infra/": 14_250,  # lists of texts are read by us, so that [no, 10] holds two texts
     "models/": 12_850,  # an export writes by the names and types of the files; random rounding
     "records/": 16_150,
     "convert/": 11_350,
     "rate/": 3_150,  # with the file of thumbs, which was in records/
-    "tests/": 142_200,  # answers of generate.py, the page and iterations, and what a run learns of them
+    "tests/": 143_700,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 38
-TOKENS_OF_A_RUN = 67_450
+TOKENS_OF_A_RUN = 68_450  # 950 for the rules by which a setting has no effect
 
 
 def n_tokens(file: Path) -> int:
