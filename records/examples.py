@@ -153,7 +153,9 @@ def load_file(
                 continue
             if not prompt or not all(completions):
                 raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
-            if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
+            has_unknown = any(tokenizer.unknown in ids for ids in (prompt, *completions))
+            prompt_text, answers = texts[where]
+            if has_unknown or any(map(tokenizer.leaves_out_letters, [prompt_text, *answers])):
                 counts["with letters that the tokenizer does not know"] += 1
             whole = example_of(record, where, prompt, completions)
             example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)

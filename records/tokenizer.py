@@ -78,6 +78,10 @@ class Tokenizer:
         (plain,) = self.encode([probe])
         starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
         self.prefix = ids[: starts[0]] if starts else []
+        # without an unknown token some tokenizers leave out what they do not know
+        self.leaves_out = try_encode(self.hf, probe + MARK) == plain
+        self.probe = probe
+        self.letters: dict[str, bool] = {}  # whether a letter is left out
         added = self.hf.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special]
         # the longest first: one may begin as another one does
@@ -227,6 +231,15 @@ class Tokenizer:
         """The special tokens whose letters stand in a text: it is encoded as if a template had written them."""
         return self.specials.findall(text)
 
+    def leaves_out_letters(self, text: str) -> bool:
+        """Whether the ids of a text lack some of its letters."""
+        if not self.leaves_out:
+            return False
+        for letter in set(text) - self.letters.keys():
+            ids = try_encode(self.hf, self.probe + letter)
+            self.letters[letter] = ids == try_encode(self.hf, self.probe) and letter != " "
+        return any(self.letters[letter] for letter in set(text))
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, with nothing added."""
         return self.hf(texts, add_special_tokens=False, return_attention_mask=False).input_ids
@@ -313,12 +326,20 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return hf
 
 
+def try_encode(hf: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The ids of a text; none if the tokenizer raises an exception, as some do for what they do not know."""
+    try:
+        return hf(text, add_special_tokens=False).input_ids
+    except Exception:
+        return []
+
+
 def known_text(hf: PreTrainedTokenizerFast) -> str:
     """A short text that the tokenizer knows. Some vocabularies have no letter `a`, such as that of a model of proteins.
     Raises BadInput."""
 
     def is_known(text: str) -> bool:
-        ids = hf(text, add_special_tokens=False).input_ids
+        ids = try_encode(hf, text)
         return bool(ids) and hf.unk_token_id not in ids
 
     if is_known("a"):
@@ -327,7 +348,7 @@ def known_text(hf: PreTrainedTokenizerFast) -> str:
     for word in sorted(words, key=lambda x: (len(x), x)):
         if is_known(word):
             return word
-    refuse_unless(hf.tokenize("a"), "no text has a token in its vocabulary")
+    refuse_unless(try_encode(hf, "a"), "no text has a token in its vocabulary")
     return "a"
 
 

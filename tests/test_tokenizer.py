@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,12 @@ VOCABULARIES = {  # kind of model, the unknown token, before each text, (vocabul
         (*PROTEINS, "▁"),
     ),
     "words": (tokenizers.models.WordLevel, None, "Whitespace", (["AUG", "GCC"], "AUG GCC", "GCC")),
+    "words, or an error": (
+        partial(tokenizers.models.WordLevel, unk_token="none"),
+        None,
+        "Whitespace",
+        (["AUG", "GCC"], "AUG GCC", "GCC"),
+    ),
     "digits": (tokenizers.models.WordPiece, "<unk>", None, ("0123456789", "7", "1")),
 }
 
@@ -187,15 +194,17 @@ def test_the_text_of_an_answer_behind_its_prompt_is_the_ids_that_were_sampled(na
         assert read_answer(t, ids, stop=["z"]) == stopped
 
 
-def test_letters_that_the_tokenizer_does_not_know_are_counted(tmp_path):
-    """A BPE without bytes, as KoGPT2's, reads a line break as <unk>, which the thumbs then push up or down."""
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_letters_that_the_tokenizer_does_not_know_are_counted(unknown, tmp_path):
+    """A BPE without bytes, as KoGPT2's, reads a line break as <unk>, which the thumbs then push up or down. Without an
+    unknown token it leaves the line break out."""
     vocab = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, " ": 4}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token=unknown))
     bpe.save(str(tmp_path / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "</s>",
-        "unk_token": "<unk>",
+        "unk_token": unknown,
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text("{}")
