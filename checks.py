@@ -159,8 +159,8 @@ def check_shares(split: str | None, examples: dict[str, list[Example]]) -> None:
     for name, share in zip(("train", "val", "test"), split_commas(split)):
         refuse_unless(
             float(share) == 0 or examples[name],
-            f"data.split: {split}: the {name} share is empty, because data.train has too few conversations: give another "
-            "split, or a file for each",
+            f"data.split: {split}: the {name} share is empty, because data.train has too few conversations: give "
+            "another split, or a file for each",
         )
 
 
