@@ -58,8 +58,7 @@ def is_due(step: int, interval: int | str | None, plan: Plan) -> bool:
 
 
 def steps_per_epoch(cfg: RunSettings, n: int) -> int:
-    """Steps of an epoch of n examples, which leaves out the remainder that does not fill a batch. Raises BadInput if
-    there is no step."""
+    """The number of full batches in an epoch of n examples. Raises BadInput if there is none."""
     steps = n // cfg.batch_size
     refuse_unless(
         steps,
@@ -70,8 +69,7 @@ def steps_per_epoch(cfg: RunSettings, n: int) -> int:
 
 
 def run_plan(cfg: RunSettings, n: int) -> Plan:
-    """The plan of a run without iterations, on n examples: max_steps if it is given, otherwise cfg.epochs epochs.
-    Raises BadInput."""
+    """The plan of a run without iterations on n examples. max_steps overrides epochs. Raises BadInput."""
     per_epoch = steps_per_epoch(cfg, n)
     total = cfg.max_steps or cfg.epochs * per_epoch
     return Plan(per_epoch, total, 0, total, per_epoch)

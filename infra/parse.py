@@ -157,8 +157,8 @@ def refuse_moved_run(files: list[str], out_dir: object) -> None:
 
 
 class Texts(yaml.SafeLoader):
-    """YAML in which every plain value is a text, except null, and no key stands twice. PyYAML alone would read `no` as
-    False, 0010 as 8, 10:30 as 630 and 2026-01-31 as a date, and would take the last of two equal keys."""
+    """YAML whose plain values stay texts, except null. A key that is given twice is an error. PyYAML alone would read
+    `no` as False, 0010 as 8, 10:30 as 630 and 2026-01-31 as a date, and would take the last of two equal keys."""
 
     yaml_implicit_resolvers = {
         letter: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]

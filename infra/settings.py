@@ -29,7 +29,7 @@ from infra.console import BadInput
 
 ROOT = Path(__file__).parent.parent  # of the project
 
-# Not float: jsonargparse would read 10:30 as 630 there.
+# If the type were float, jsonargparse would read 10:30 as 630.
 Number = restricted_number_type("Number", float, [(">", -math.inf), ("<", math.inf)])
 UpToOne = restricted_number_type("UpToOne", float, [(">", 0), ("<=", 1)])
 # An interval: a number of steps, or a part of an epoch.
@@ -64,7 +64,7 @@ def refuse_unless(ok, message: str) -> None:
         raise BadInput(message)
 
 
-# Whether settings have no effect; their names, by blanks, or a group as `lora.`; and the reason.
+# (holds, names, reason): if `holds`, these settings have no effect. Names are divided by blanks; `lora.` is a group.
 IdleRule = tuple[bool, str, str]
 GREEDY = "temperature 0 takes the likeliest token"
 
@@ -341,7 +341,7 @@ def given_settings(settings: object, prefix: str = "") -> list[str]:
 
 
 def idle_settings(settings: object, rules: list[IdleRule]) -> list[str]:
-    """A line for each rule that holds and of which a setting was given."""
+    """A line for each rule that holds, with those of its settings that were given."""
     given = given_settings(settings)
     lines = []
     for holds, names, reason in rules:

@@ -1,5 +1,6 @@
 """A setting that finds nothing to act on is refused, or a line says so: one row for each setting and condition."""
 
+from importlib import import_module
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ from conftest import ROOT, start, train
 import run as run_module
 from infra.console import BadInput
 from infra.files import as_lines
+from infra.settings import flatten
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ tone }}{% endfor %}"
 DATED = "{{ strftime_now('%d') }}" + TEMPLATE
@@ -113,6 +115,27 @@ ROWS = [
     ("spin", "demos", "spin.top_p=0.5", "--spin.temperature=0", "--spin.temperature=0.5"),
     ("online", "rated", "online.top_p=0.5", "--online.temperature=0", "--online.temperature=0.5"),
 ]  # fmt: skip
+
+
+# These always act, or are limits, or are refused beside others by tests of their own.
+ACTING = """model data.train data.val data.test data.split data.shuffle data.max_prompt data.max_completion
+    data.left_out data.extra reference reference_cache out_dir resume seed deterministic accelerator devices strategy
+    precision epochs max_steps stop_at batch_size micro_batch_size micro_batch_tokens activation_checkpointing
+    lora.rank lora.quantize
+    optim.lr log_interval save_interval keep_last keep_best logger progress *.beta *.average_logps *.sft_loss_weight
+    *.loss *.temperature *.stop *.max_new_tokens *.batch_size *.max_iterations *.rollout_batch_size
+    online.prompts_per_iteration online.num_generations online.reference online.cut online.balance""".split()
+
+
+def test_each_setting_has_a_row_or_always_acts():
+    tabled = {setting.partition("=")[0] for _, _, setting, *_ in ROWS}
+    names = set()
+    for program in ("kto", "dpo", "spin", "online"):
+        names |= set(flatten(import_module(program).Settings))
+    unknown = [
+        n for n in names - tabled if n not in ACTING and f"*.{n.rpartition('.')[2]}" not in ACTING
+    ]
+    assert unknown == []
 
 
 @pytest.mark.parametrize("program, records, setting, idle, acting", ROWS)
