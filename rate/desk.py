@@ -71,7 +71,9 @@ class Desk:
         """The line of an answer, without its label. Raises BadInput."""
         record = understand_record(fields_of(request) | {"label": True}, "rated")
         completion = content_of(record.completions[0])
-        return fields_of_prompt(self.model.asked(record)) | answer_fields(completion, record.cut)
+        return fields_of_prompt(self.model.asked(record)) | answer_fields(
+            completion, bool(record.cut)
+        )
 
 
 def fields_of(request: dict) -> dict:

@@ -67,7 +67,8 @@ class Record(NamedTuple):
     # For the chat template, instead of data.chat_template_kwargs. None: the record does not say.
     template_kwargs: dict | None = None
     date: str | None = None  # the day that the chat template prints, instead of data.date
-    cut: bool = False  # the completion ended at the length limit
+    # Whether the completion, which was sampled, ended at the length limit. None: the record does not say.
+    cut: bool | None = None
     extra: dict = {}  # the fields that data.extra names
     beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
@@ -139,7 +140,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         tools=tools,
         template_kwargs=template_kwargs,
         date=str(fields["date"]) if fields.get("date") else None,
-        cut=cut == "true",
+        cut={"true": True, "false": False}.get(cut),
         extra=extras,
         # by the record's own names
         beside={

@@ -16,7 +16,7 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from infra.console import BadInput, user_error
-from records.forms import Record, as_turns, content_of, unique_keys
+from records.forms import Record, as_turns, unique_keys
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 # Fields of a message that hold its author's thinking. Many templates leave it out of all turns but the
@@ -113,14 +113,17 @@ class ChatTemplate:
 
     def render(self, record: Record, counts: Counter) -> tuple[str, list[str]]:
         """The texts of a record's prompt and completions; adds to the counts. Raises BadInput."""
-        if record.cut:
-            return self.render_cut(record, counts)
         turns = as_turns(record.prompt)
         self.first = self.first or record._replace(tools=None)
         answers = [
             {"role": "assistant", "content": x} if isinstance(x, str) else x
             for x in record.completions
         ]
+        is_text = not set().union(*answers) - {"role", "content"}
+        if record.cut and not is_text:
+            raise BadInput("cut: expected an answer that is a text, without calls and reasoning")
+        if not is_text:
+            record = record._replace(cut=None)
         errors = []
         # Some templates want the arguments of tool calls as objects, others as texts of JSON.
         for form in forms_of_calls([*turns, *answers]):
@@ -131,17 +134,6 @@ class ChatTemplate:
         # what the template itself raises may be about this form alone
         raise min(errors, key=lambda e: not isinstance(e, LeftOut | Unlike))
 
-    def render_cut(self, record: Record, counts: Counter) -> tuple[str, list[str]]:
-        """As render. What was sampled before the limit follows the prompt, and nothing that the template writes around
-        an answer: neither its end, nor a thinking that the model has not closed. Raises BadInput."""
-        for answer in record.completions:
-            if isinstance(answer, dict) and answer.keys() - {"role", "content"}:
-                raise BadInput(
-                    "cut: expected an answer that is a text, without calls and reasoning"
-                )
-        prompt, _ = self.render(record._replace(completions=[], cut=False), counts)
-        return prompt, [content_of(answer) for answer in record.completions]
-
     def render_form(
         self, record: Record, turns: list[dict], answers: list[dict], counts: Counter
     ) -> tuple[str, list[str]]:
@@ -150,10 +142,18 @@ class ChatTemplate:
             if record.continues:
                 dialogues = [[*turns[:-1], join_turns(turns[-1], x)] for x in answers] or [turns]
                 prompt = open_turn(write, turns)
-                completions = [text_behind(prompt, write(x)) for x in dialogues if answers]
             else:
                 dialogues = [[*turns, answer] for answer in answers] or [turns]
                 prompt = write(turns, add_generation_prompt=True)
+            if record.cut is not None:
+                pairs = zip(dialogues, answers)
+                completions = [sampled_text(write, *pair, record.cut) for pair in pairs]
+                # of these texts the template writes the prompt alone
+                record = record._replace(completions=[])
+                dialogues = [turns]
+            elif record.continues:
+                completions = [text_behind(prompt, write(x)) for x in dialogues if answers]
+            else:
                 completions = [completion_text(write, prompt, turns, x) for x in answers]
             has_lost_reasoning = False
             for dialogue, completion in zip(dialogues, completions or [""]):
@@ -251,6 +251,18 @@ def completion_text(write: Write, prompt: str, turns: list[dict], answer: dict) 
     if prompt.removeprefix(before).startswith("<think>") and "</think>" in text:
         return text.lstrip().removeprefix("<think>").lstrip("\n") + turn_end
     return text_behind(prompt, dialogue)
+
+
+def sampled_text(write: Write, dialogue: list[dict], answer: dict, cut: bool) -> str:
+    """The text of an answer as it was sampled behind the prompt, and what ends a turn unless the answer was cut. The
+    template might also write a thinking before the answer, which the model has not written. Raises LeftOut."""
+    if cut:
+        return answer["content"]
+    *before, last = dialogue
+    _, mark, end = write([*before, {**last, "content": MARK}]).partition(MARK)
+    if not mark:
+        raise LeftOut("completion: the chat template leaves out an answer")
+    return answer["content"] + end
 
 
 def text_behind(prompt: str, dialogue: str) -> str:

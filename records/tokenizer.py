@@ -171,6 +171,10 @@ class Tokenizer:
         exchange = self.chat.plain_exchange()
         if exchange is None or not exchange.lead.strip():
             return
+        if (
+            self.chat.first and self.chat.first.cut is not None
+        ):  # sampled answers are learned as they are
+            return
         advice = ""
         if "think" in exchange.lead:
             advice = (

@@ -96,10 +96,14 @@ def test_kto_learns_from_exactly_the_prompts_that_generate_py_has_answered(
     assert [list(e.prompt) for e in examples] == sampled
     assert len({tuple(ids) for ids in sampled}) == n - 2, "a solution is no part of the text"
     assert counts["with a cut answer, which gets no end"] == n
+    # the template would write a thinking before an answer, and an end after it
     tokenizer = Tokenizer(Source(model))
-    for example, row in zip(examples, rows):
-        assert row["cut"] and tokenizer.decode(example.completions[0]) == row["completion"]
-        assert "<think>" not in row["completion"]
+    ended, _ = trained(
+        model, write(labelled, *[row | {"label": True, "cut": False} for row in rows])
+    )
+    for cut, whole, row in zip(examples, ended, rows, strict=True):
+        texts = [tokenizer.decode(e.completions[0], special_tokens=True) for e in (cut, whole)]
+        assert texts == [row["completion"], row["completion"] + "<|pad|>"]
 
 
 def test_online_iterations_write_records_that_kto_learns_from(model, sampled, tmp_path):
