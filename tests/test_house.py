@@ -101,12 +101,12 @@ BUDGETS = {
     "records/": 16_250,
     "convert/": 11_350,
     "rate/": 3_150,  # with the file of thumbs, which was in records/
-    "tests/": 143_950,  # answers of generate.py, the page and iterations, and what a run learns of them
+    "tests/": 144_150,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 38
-TOKENS_OF_A_RUN = 68_650  # 950 for the rules by which a setting has no effect
+TOKENS_OF_A_RUN = 68_750  # 950 for the rules by which a setting has no effect
 
 
 def n_tokens(file: Path) -> int:
