@@ -227,6 +227,7 @@ def write_inputs(folder: Path, kind: str, fields: dict, n: int) -> None:
 
     config = transformers.CONFIG_MAPPING[kind](**fields, bos_token_id=0, eos_token_id=0)
     config.save_pretrained(folder)
+    (folder / "model.safetensors").touch()  # kto.py looks for it; random_model does not read it
     vs_trl.save_words(folder, config.vocab_size)
     rng = random.Random(1)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infra.console import BadInput, advance, progress, say, user_code, user_error
+from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
 from infra.settings import ROOT, Data, find_path, refuse_unless, split_commas
 from records.answer import asked_record, fields_of_prompt
 from records.forms import (
@@ -249,8 +249,11 @@ def our_records(
     place names the source, too, from which `python -m convert` has made a record. Raises BadInput."""
     made = [raw]
     if make_records:
-        with user_code("main(make_records=...)"):
-            made = make_records(raw) or []
+        try:
+            with user_code("main(make_records=...)"):
+                made = make_records(raw) or []
+        except Failed as e:  # an error about this record
+            raise BadInput(str(e)) from e
         if not isinstance(made, list) or not all(isinstance(x, dict) for x in made):
             raise BadInput(f"main(make_records=...): expected a list of records, got {made!r:.50}")
         counts["dropped by main(make_records=...)"] += not made
