@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from itertools import chain, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig
@@ -35,6 +35,9 @@ from records.tokenizer import Tokenizer
 
 # of val.csv, by the checker: empty in rows without a check
 CHECKER_COLUMNS = ("checker_accuracy", "kl/own")
+
+if TYPE_CHECKING:
+    from trainer import Trainer
 
 
 def check_objective(objective: Objective) -> None:
@@ -366,6 +369,15 @@ def check_loss(given: object, B: int) -> tuple[torch.Tensor, dict[str, torch.Ten
     return loss_B, columns
 
 
+def check_same_columns(columns: Iterable[str], expected: Iterable[str]) -> None:
+    """Refuse micro-batches that differ in their columns: a missing column would silently count as 0."""
+    differ = ", ".join(sorted(set(columns) ^ set(expected)))
+    refuse_unless(
+        not differ,
+        f"loss: columns {differ}: not of every micro-batch: return the same columns for each",
+    )
+
+
 def check_row(row: object) -> dict[str, float | None]:
     """What an objective's metrics has returned: a row, with Python's own numbers in place of those of torch or numpy.
     Raises BadInput."""
@@ -384,7 +396,7 @@ def check_finite(
     step: Step,
     loss_G: torch.Tensor,
     z: Z,
-    grad_norm: torch.Tensor,
+    grad_norm: float,
     step_number: int,
 ) -> None:
     """Raise Failed if the norm, z or a loss of a step is not finite. All tensors are on the CPU, and equal on all
@@ -397,7 +409,7 @@ def check_finite(
             "each example, also for one without a mismatched pair; the weights are unchanged"
         )
     # a loss may be infinite where its gradient is not, as by a constant
-    numbers = [grad_norm.item(), z.z_G.double().sum().item(), sum(losses)]
+    numbers = [grad_norm, z.z_G.double().sum().item(), sum(losses)]
     if all(map(math.isfinite, numbers)):
         return
     pairs = zip(step.examples, losses)
@@ -445,26 +457,25 @@ def labels_in_turns(examples: list[Example]) -> list[Example]:
 
 
 @torch.no_grad()
-def check_start(loop: Any, examples: list[Example]) -> None:
+def check_start(loop: "Trainer", examples: list[Example]) -> None:
     """On a few examples: refuse a reference that is not the model that the run starts from (r must be exactly 0 on
-    own completions and on mismatched ones), and a loss that mixes examples. Say the log-prob a token.
-    loop: a trainer.Trainer, which imports this file."""
+    own completions and on mismatched ones), and a loss that mixes examples. Say the log-prob a token."""
     run = loop.run
-    by_token = run.objective.by_token
     # a whole step, of which a few examples are scored: so the mismatched pairs are those of a real one
     step = loop.make_step(labels_in_turns(examples)[: run.cfg.batch_size])
     step.move_to(run.fabric.device)
     few = Part(list(range(min(N_CHECKED, step.size))))
     micro = step.micro_batch(few).to(run.fabric.device)
-    scores = loop.forward(micro.packed, by_token=by_token)
+    scores = loop.forward(micro.packed)
     agree = ""
     if run.objective.needs_reference and not run.cfg.reference:
         logps = [scores.logps]
         # by compute, because a reference with a cache might read its folder
+        by_token = run.objective.by_token
         ref_logps = [run.reference.compute(micro.packed, by_token=by_token).logps]
         if micro.mismatched is not None:
             mismatched = micro.mismatched.to(run.fabric.device)
-            logps.append(loop.forward(mismatched, by_token=by_token).logps)
+            logps.append(loop.forward(mismatched).logps)
             ref_logps.append(run.reference.compute(mismatched, by_token=by_token).logps)
         check_same(logps, ref_logps, run.state.step)
         agree = "policy and reference agree to the bit; "
@@ -510,7 +521,7 @@ def check_mixing(
     z_G = scores.logps.new_zeros(step.size)
 
     def losses_of(rows: slice) -> torch.Tensor:
-        micro = step.micro_batch(Part(part.index[rows])).to(device)
+        micro = step.micro_batch(Part(part.indices[rows])).to(device)
         # copies, because a loss may change its arguments in place
         logps = scores.logps[rows].clone()
         outputs = None if scores.outputs is None else scores.outputs[rows].clone()
@@ -519,7 +530,7 @@ def check_mixing(
         return loss_B
 
     together = losses_of(slice(None))
-    alone = [losses_of(slice(i, i + 1)) for i in range(len(part.index))]
+    alone = [losses_of(slice(i, i + 1)) for i in range(len(part.indices))]
     # not to the bit: a fork's own micro_batch_loss may run a model, which rounds differently
     if not torch.allclose(together, torch.cat(alone), rtol=0.02, atol=1e-6, equal_nan=True):
         raise BadInput(

@@ -1,12 +1,16 @@
 """A step: its examples, its mismatched pairs, its micro-batches.
 
-This file knows no loss, and of a model its size alone. Reading order: which examples a step has (step_examples); Step;
-MicroBatch, which is what a loss sees; how a step is split (split_step). How a micro-batch becomes one row
-of tokens: packing.py. How the records of a file become examples: records/examples.py. `python data.py FILE`:
-records/page.py.
+Nothing here depends on the loss. The model's size is used only to limit the memory of a micro-batch.
 
-Shape letters: G examples of a step, on all ranks together; B of a micro-batch; K completions of an example;
-L tokens of the longest completion; n mismatched pairs of a step. packing.py has further ones, of a packed row.
+Reading order: the examples of a step (step_examples); mismatched pairs; Step; MicroBatch, which a loss gets; the
+split of a step (split_step). packing.py packs the tokens of a micro-batch. records/examples.py makes examples from
+the records of a file.
+
+Words of a split: a group is a list of examples with one prompt that stay together. A part is the examples of a
+micro-batch, as indices. A micro-batch is a part with its packed tokens.
+
+Shape letters: G examples of a step, over all ranks; B of a micro-batch; K completions of an example; n mismatched
+pairs of a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,44 +38,41 @@ from records.examples import Example
 def step_examples(
     examples: Sequence[Example], cfg: RunSettings, plan: Plan, done: int
 ) -> Iterator[list[Example]]:
-    """The G examples of each step to come: of those after the first `done` steps, until plan.end. A step's
-    examples are a slice of its epoch's order, which depends on seed, epoch and examples only: every rank draws
-    the same, and a resume needs no sampler state. An epoch's last examples, too few for a step, are left out."""
+    """Yield the G examples of each step, from step done + 1 to plan.end.
+
+    A step takes a slice of its epoch's order. The order depends on seed, epoch and examples only, so every rank draws
+    the same order, and a resume needs no sampler state. Examples at the end of an epoch that do not fill a step are
+    dropped."""
     order = None
-    for number in range(done + 1, plan.end + 1):
-        done_in_plan = number - 1 - plan.begin
+    for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # A number that no other epoch of the run has: the epochs of earlier iterations are at most plan.begin,
-            # since each has at least one step.
-            epoch_number = plan.begin + epoch
-            order = order_of_examples(examples, cfg, epoch_number)
+            # plan.begin + epoch is unique within the run, because an iteration has at least one step per epoch
+            order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
 
 
-def order_of_examples(
-    examples: Sequence[Example], cfg: RunSettings, epoch_number: int
-) -> Sequence[int]:
+def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int) -> Sequence[int]:
     """The indices of the examples in the order of an epoch."""
-    order = range(len(examples))
+    order: Sequence[int] = range(len(examples))
     if cfg.data.shuffle:
-        order = shuffled(len(examples), epoch_number, cfg.seed)
+        order = shuffled(len(examples), epoch, cfg.seed)
     if cfg.data.group_by_prompt:
-        # examples with one prompt side by side, so that a micro-batch computes it once
-        positions = chain(*prompt_groups([examples[j].prompt for j in order]))
-        order = [order[k] for k in positions]
+        # Move equal prompts next to each other, so that a micro-batch computes each prompt once.
+        groups = prompt_groups([examples[j].prompt for j in order])
+        order = [order[k] for group in groups for k in group]
     return order
 
 
 def shuffled(n: int, epoch: int, seed: int) -> list[int]:
-    """The shuffled order of an epoch's n examples. It depends on the arguments alone."""
+    """The shuffled order of an epoch's n examples. It depends on the arguments only."""
     generator = torch.Generator().manual_seed(mixed(seed, epoch))
     return torch.randperm(n, generator=generator).tolist()
 
 
 def made_ahead(items: Iterator) -> Iterator:
-    """The same items. While the caller works with one, a thread makes the next one."""
+    """Yield the same items. A thread makes the next item while the caller works with the present one."""
     with ThreadPoolExecutor(1) as thread:
         upcoming = thread.submit(next, items, None)  # None at the end
         while (item := upcoming.result()) is not None:
@@ -83,188 +84,177 @@ def made_ahead(items: Iterator) -> Iterator:
 
 
 def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
-    """For each example the completion that its prompt is paired with for z; None: no pair."""
-    partners = next_mismatched(examples)
-    return [None if j is None else examples[j].completions[0] for j in partners]
+    """Pair each example with the next one, in circular order, that has another prompt and another completion. Returns
+    for each example the completion of the other one, or None if there is no such example. A pair of a chosen and a
+    rejected completion counts by the chosen one.
 
-
-def next_mismatched(examples: list[Example]) -> list[int | None]:
-    """For each example the index of the next one, in circular order, with another prompt and another
-    completion; None: there is none. An example with a chosen and a rejected completion counts by its chosen one.
-
-    Shifting by one is not enough: two ratings of one prompt often stand side by side, and the mismatched
-    completion could then equal the example's own one.
-    """
+    A shift by one is not enough. Two ratings of one prompt often follow each other, and then the mismatched
+    completion could be the example's own one."""
     prompts = [e.prompt_key for e in examples]
     completions = [e.completions[0].tobytes() for e in examples]
     G = len(examples)
+    mismatched: list[np.ndarray | None] = [None] * G
     if len(set(prompts)) == 1 or len(set(completions)) == 1:
-        return [None] * G  # a shortcut: the search below would compare each example with all others
-    partners = []
+        return (
+            mismatched  # a shortcut: the search below would compare every example with all others
+        )
     for i in range(G):
-        partner = None
         for distance in range(1, G):
             j = (i + distance) % G
             if prompts[j] != prompts[i] and completions[j] != completions[i]:
-                partner = j
+                mismatched[i] = examples[j].completions[0]
                 break
-        partners.append(partner)
-    return partners
+    return mismatched
 
 
 # ---- a step and its micro-batches ---------------------------------------------------------------
 
-# of a micro-batch, where neither micro_batch_size nor micro_batch_tokens is set
+# the limit of a micro-batch if neither micro_batch_size nor micro_batch_tokens is set
 DEFAULT_TOKENS = 16384
-CPU_ACTIVATIONS = 4e9  # bytes of a micro-batch, at most
-# activations that the backward needs, about: for each token, layer and unit of the width
+CPU_ACTIVATIONS = 4e9  # bytes: the most that the activations of a micro-batch may take on a CPU
+# numbers that the backward keeps, roughly: per token, layer and unit of the width
 NUMBERS_KEPT = 20
 
 
 class Budget(NamedTuple):
-    """How a step is split into micro-batches. It changes memory and speed, and numbers by rounding only."""
+    """How a step is split into micro-batches. The split changes memory and speed, and numbers by rounding only."""
 
     rank: int = 0
     ranks: int = 1
-    room: int = DEFAULT_TOKENS
-    """Tokens or examples of a micro-batch, at most; but a larger example has one of its own."""
-    by_tokens: bool = True
-    """Whether room counts tokens."""
+    limit: int = DEFAULT_TOKENS
+    """The most tokens (or examples) of a micro-batch. A larger example is alone in its micro-batch."""
+    counts_tokens: bool = True
+    """True: the limit counts tokens. False: it counts examples."""
 
 
-def most_tokens(cfg: RunSettings, n_layer: int, n_embd: int) -> int:
-    """Tokens of a micro-batch, at most. On a CPU the default is smaller where the activations of so many
-    tokens would take more than 4 GB."""
-    if cfg.micro_batch_tokens:
-        return cfg.micro_batch_tokens
-    if cfg.accelerator != "cpu":
-        return DEFAULT_TOKENS
-    bytes_per_token = 4 * NUMBERS_KEPT * n_layer * n_embd
-    tokens = int(CPU_ACTIVATIONS / bytes_per_token) // 256 * 256  # a round number
-    return min(DEFAULT_TOKENS, max(256, tokens))
+ONE_RANK = Budget()
 
 
 def make_budget(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> Budget:
-    """How a step of this run is split over ranks and micro-batches. config: transformers' text config."""
-    most = most_tokens(cfg, config.num_hidden_layers, config.hidden_size)
+    """The budget of this run. config: transformers' text config."""
+    limit = cfg.micro_batch_size or cfg.micro_batch_tokens
+    if not limit and cfg.accelerator == "cpu":
+        bytes_per_token = 4 * NUMBERS_KEPT * config.num_hidden_layers * config.hidden_size
+        limit = int(CPU_ACTIVATIONS / bytes_per_token) // 256 * 256  # a round number
+        limit = min(DEFAULT_TOKENS, max(256, limit))
     return Budget(
         fabric.global_rank,
         fabric.world_size,
-        room=cfg.micro_batch_size or most,
-        by_tokens=not cfg.micro_batch_size,
+        limit=limit or DEFAULT_TOKENS,
+        counts_tokens=not cfg.micro_batch_size,
     )
 
 
 class Part(NamedTuple):
-    """Which examples of a step form a micro-batch, by their indices in the step."""
+    """The examples of a step that form a micro-batch."""
 
-    index: list[int]
+    indices: list[int]
+    """Their indices in the step."""
     filler: bool = False
-    """True: it repeats examples and counts nowhere. It gives each rank as many micro-batches as the others have: a
-    sharded forward is a collective."""
+    """True: it repeats examples of the step and counts nowhere. Fillers give every rank equally many micro-batches,
+    because the forward of a sharded model is a collective."""
 
 
 class Step:
     """The G examples of an optimizer step, or of a whole validation split. Every rank has all of them.
 
-    examples         the G examples
-    size             G
-    n_desirable      how many of them are desirable
-    label            (G,) bool, True: desirable
-    reward           (G,) graded rewards; an example without one has 1 if it is desirable, else 0
-    weight           (G,) the records' own weights, 1 where a record has none; the loop multiplies the loss by them
-    group            (G,) the number of each example's prompt, from 0 on: equal prompts, equal numbers. Not all
-                     answers to a prompt need be in one step
-    mismatched_index (n,) which of the G have a mismatched pair. Indices, not a mask: a mask would make the
-                     host wait for a GPU
-    mismatched_completions a list of G arrays of token ids: where an example has no pair, a stand-in that z never
-                     sees. Or None: the step has no mismatched pairs
-    longest          L of every micro-batch: tokens of the step's longest completion, own or mismatched. One
-                     number for all, so that a sum over L rounds alike however the step is split
-    parts            the examples of each of this rank's micro-batches. All ranks have equally many
-
-    The tensors are on the CPU until `move_to` moves them.
-    """
+    Iterating over a step packs this rank's micro-batches, one by one. Tensors are on the CPU until `move_to`."""
 
     def __init__(
         self,
         examples: list[Example],
         mismatched_completions: Sequence[np.ndarray | list[int] | None] | None = None,
-        budget: Budget | None = None,
+        budget: Budget = ONE_RANK,
     ):
-        """mismatched_completions: of each example one, or None if it has no pair. None in place of the list: the
-        step has no mismatched pairs. budget: default one rank, DEFAULT_TOKENS."""
+        """mismatched_completions: for each example a list of token ids, or None if it has no pair. Without the
+        argument the step has no mismatched pairs. budget: by default one rank and DEFAULT_TOKENS."""
         self.examples = examples
-        self.size = len(examples)
+        self.size = len(examples)  # G
         self.n_desirable = sum(e.label for e in examples)
+        # (G,) True: desirable
         self.label = torch.tensor([e.label for e in examples])
+        # (G,) graded rewards; an example without one has 1 if it is desirable, otherwise 0
         self.reward = torch.tensor([graded_reward(e) for e in examples])
+        # (G,) the weights of the records, by default 1. The loop multiplies the losses by them.
         self.weight = torch.tensor([e.weight for e in examples])
+        # (G,) the number of the example's prompt among the step's distinct prompts
         self.group = torch.empty(self.size, dtype=torch.long)
         for number, same_prompt in enumerate(prompt_groups([e.prompt for e in examples])):
             self.group[same_prompt] = number
-        self.mismatched_completions = None
-        with_pair: list[int] = []
+        # (n,) which examples have a mismatched pair. Indices, because a mask would make the host wait for a GPU.
+        with_pair = [i for i, ids in enumerate(mismatched_completions or []) if ids is not None]
+        self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
+        # None: the step has no mismatched pairs
+        self.mismatched_completions: list[np.ndarray] | None = None
         if mismatched_completions is not None:
-            with_pair = [i for i, ids in enumerate(mismatched_completions) if ids is not None]
-            # An example without a pair takes the completion of example 0, so that the mismatched batch has
-            # the prompts of the own one. Objective.make_z never sees its log-ratio.
-            stand_in = examples[0].completions[0]
+            # An example without a pair is scored with any completion, so that both batches have the same prompts.
+            # Objective.make_z never sees its log-ratio.
+            any_completion = examples[0].completions[0]
             self.mismatched_completions = [
-                stand_in if ids is None else np.asarray(ids, np.int32)
+                any_completion if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
-        completions = list(chain(*(e.completions for e in examples)))
+        # Tokens of the longest completion of the step. It is L of all micro-batches, so that a sum over L rounds in
+        # the same way in every split.
+        completions = [*chain(*(e.completions for e in examples))]
         completions += self.mismatched_completions or []
         self.longest = max(map(len, completions), default=0)
-        self.parts = split_step(self, budget or Budget())  # last: it reads what is above
+        # the parts of this rank's micro-batches; every rank has equally many
+        self.parts = split_step(examples, self.mismatched_completions, budget)
 
     def move_to(self, device: torch.device) -> None:
-        """Move the tensors to a device, in place. The copies do not wait for the work that is queued there."""
+        """Move the tensors to a device, in place, by asynchronous copies."""
         for name in ("label", "reward", "weight", "group", "mismatched_index"):
             setattr(self, name, to_device(getattr(self, name), device))
 
+    def zeros(self) -> torch.Tensor:
+        """(G,) zeros, which micro-batches fill with numbers of their examples (MicroBatch.put)."""
+        return torch.zeros(self.size, dtype=torch.float64, device=self.label.device)
+
     def extra(self, name: str) -> torch.Tensor | list[str]:
         """A field that the setting data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
-        return extra_field(self.examples, name, self.label.device)
+        if not all(name in e.extra for e in self.examples):
+            raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
+        values = [e.extra[name] for e in self.examples]
+        if any(isinstance(value, str) for value in values):
+            return values
+        return to_device(torch.tensor(values), self.label.device)
 
-    def micro_batches(self) -> Iterator["MicroBatch"]:
-        """This rank's micro-batches, each packed when it is asked for."""
+    def __iter__(self) -> Iterator["MicroBatch"]:
         return map(self.micro_batch, self.parts)
 
     def micro_batch(self, part: Part) -> "MicroBatch":
         """Pack the examples of a part. The result is on the CPU."""
-        prompts = [self.examples[i].prompt for i in part.index]
-        completions = [self.examples[i].completions for i in part.index]
+        prompts = [self.examples[i].prompt for i in part.indices]
+        completions = [self.examples[i].completions for i in part.indices]
         packed = pack(prompts, completions, self.longest)
         mismatched = None
         if self.mismatched_completions is not None:
-            completions = [(self.mismatched_completions[i],) for i in part.index]
+            completions = [(self.mismatched_completions[i],) for i in part.indices]
             mismatched = pack(prompts, completions, self.longest)
-        return MicroBatch(self, part, torch.tensor(part.index), packed, mismatched)
+        return MicroBatch(self, part, torch.tensor(part.indices), packed, mismatched)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B examples of a step that go through the models together: what a loss sees. There its tensors are on
-    the device of the log-probs, but for `mismatched`."""
+    """B examples of a step that go through the models together. A loss gets it with all tensors, except those of
+    `mismatched`, on the device of the log-probs."""
 
     step: Step
-    """The whole step: sums over examples come from here."""
+    """The whole step: take sums over examples from here."""
     part: Part
     index_B: torch.Tensor
-    """The examples' indices in the step."""
+    """part.indices as a tensor."""
     packed: PackedBatch
-    """Their prompts with their own completions, as the models read them."""
+    """The prompts with the examples' own completions, as the models read them."""
     mismatched: PackedBatch | None
-    """The same prompts with their mismatched completions, on the CPU; None if the objective asks for none."""
+    """The same prompts with their mismatched completions, on the CPU. None if the step has no mismatched pairs."""
     outputs: torch.Tensor | None = None
-    """(B, K, L, ...) if the objective has a module: what it gives at each token, 0 beyond a completion's end."""
+    """(B, K, L, ...) outputs of the objective's module, if it has one; 0 beyond the end of a completion."""
 
     @property
     def examples(self) -> list[Example]:
-        return [self.step.examples[i] for i in self.part.index]
+        return [self.step.examples[i] for i in self.part.indices]
 
     @property
     def label(self) -> torch.Tensor:
@@ -278,7 +268,7 @@ class MicroBatch:
 
     @property
     def group(self) -> torch.Tensor:
-        """(B,) numbers of the prompts, the same as in the step."""
+        """(B,) numbers of the prompts, as in the step."""
         return self.step.group[self.index_B]
 
     @property
@@ -288,113 +278,96 @@ class MicroBatch:
 
     def extra(self, name: str) -> torch.Tensor | list[str]:
         """A field that the setting data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
-        return extra_field(self.examples, name, self.index_B.device)
+        values = self.step.extra(name)
+        if isinstance(values, list):
+            return [values[i] for i in self.part.indices]
+        return values[self.index_B]
 
-    def with_outputs(self, outputs: torch.Tensor | None) -> "MicroBatch":
-        return replace(self, outputs=outputs)
+    def put(self, x_B: torch.Tensor, x_G: torch.Tensor) -> None:
+        """Write numbers of these examples into those of the step. A filler writes nothing."""
+        if not self.part.filler:
+            x_G[self.index_B] = x_B.to(x_G.dtype)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """This micro-batch on a device, but for its mismatched pairs, which move when they are scored. The copies
-        do not wait for the work that is queued there."""
+        """This micro-batch on a device, by asynchronous copies. `mismatched` stays on the CPU until it is scored."""
         index_B = to_device(self.index_B, device)
         return replace(self, index_B=index_B, packed=self.packed.to(device))
 
 
 def graded_reward(example: Example) -> float:
-    """The record's own reward; without one 1 for a desirable example, else 0."""
+    """The reward of the record. Without one: 1 for a desirable example, otherwise 0."""
     reward = example.rewards[0]  # of the only completion, or of the chosen one
     return float(example.label if reward is None else reward)
-
-
-def extra_field(
-    examples: list[Example], name: str, device: torch.device
-) -> torch.Tensor | list[str]:
-    """A field of these examples that the setting data.extra names: a tensor of numbers, or a list of texts."""
-    if not all(name in e.extra for e in examples):
-        raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
-    values = [e.extra[name] for e in examples]
-    if any(isinstance(value, str) for value in values):
-        return values
-    return to_device(torch.tensor(values, dtype=torch.get_default_dtype()), device)
 
 
 # ---- how a step is split ------------------------------------------------------------------------
 
 
-def split_step(step: Step, budget: Budget) -> list[Part]:
-    """The parts of this rank, for both passes over a step: with gradient and without."""
-    examples = step.examples
-    # what each example takes beside its prompt
-    added = [1] * len(examples)
-    if budget.by_tokens:
-        added = [sum(map(len, e.completions)) for e in examples]
-        if step.mismatched_completions is not None:
-            # own and mismatched batch have the same examples: the larger one must fit
-            added = [max(n, len(ids)) for n, ids in zip(added, step.mismatched_completions)]
-    pieces = []  # examples with one prompt, in one micro-batch
-    sizes = []
-    for group in prompt_groups([e.prompt for e in examples]):
-        prompt_tokens = len(examples[group[0]].prompt) if budget.by_tokens else 0
-        # A group that is larger than a micro-batch becomes several pieces, and each computes the prompt. Where the
-        # prompt alone fills a micro-batch the room is 0 or less, and each example is a piece.
-        for piece in fill(group, added, budget.room - prompt_tokens, first_fit=budget.by_tokens):
-            pieces.append(piece)
-            sizes.append(prompt_tokens + sum(added[i] for i in piece))
-    return split_into_parts(pieces, sizes, budget)[budget.rank]
+def split_step(
+    examples: list[Example], mismatched_completions: list[np.ndarray] | None, budget: Budget
+) -> list[Part]:
+    """The parts of this rank, in units of the budget: tokens or examples."""
+    sizes = [1] * len(examples)  # of each example without its prompt
+    if budget.counts_tokens:
+        sizes = [sum(map(len, e.completions)) for e in examples]
+        if mismatched_completions is not None:  # they are another batch: the larger one must fit
+            sizes = [max(size, len(ids)) for size, ids in zip(sizes, mismatched_completions)]
+    groups = []
+    group_sizes = []
+    for same_prompt in prompt_groups([e.prompt for e in examples]):
+        prompt_size = len(examples[same_prompt[0]].prompt) if budget.counts_tokens else 0
+        # Examples that do not fit into one micro-batch become several groups, and each group computes the prompt.
+        for group in fill(same_prompt, sizes, budget.limit - prompt_size):
+            groups.append(group)
+            group_sizes.append(prompt_size + sum(sizes[i] for i in group))
+    return split_groups(groups, group_sizes, budget)[budget.rank]
 
 
-def split_into_parts(pieces: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
-    """The parts of each rank. pieces: examples that stay together; sizes: of each piece, in the unit of
-    budget.room.
+def split_groups(groups: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
+    """The parts of every rank. sizes: of the groups.
 
-    By tokens each rank gets about as many (share_by_size); otherwise ranks take pieces in turn. All ranks get equally
-    many parts, because collectives inside a sharded forward must match: a rank with fewer repeats piece 0
-    as a filler.
-    """
-    if budget.by_tokens:
-        shares = share_by_size(sizes, budget.ranks)
-    else:
-        shares = [range(rank, len(pieces), budget.ranks) for rank in range(budget.ranks)]
-    parts_of_rank = []
-    for share in shares:
+    Every rank gets about equally much work, and equally many parts: the missing ones are fillers."""
+    parts_of_ranks = []
+    keeps_order = not budget.counts_tokens  # a limit in examples keeps the order of the step
+    for of_rank in balanced([1] * len(groups) if keeps_order else sizes, budget.ranks):
         parts = []
-        for pieces_of_part in fill(share, sizes, budget.room, first_fit=budget.by_tokens):
-            index = chain(*(pieces[p] for p in pieces_of_part))
-            parts.append(Part(sorted(index)))  # in the order of the step
-        parts_of_rank.append(parts)
-    most = max(map(len, parts_of_rank))
-    for parts in parts_of_rank:
-        parts += [Part(pieces[0], filler=True)] * (most - len(parts))
-    return parts_of_rank
+        for of_part in fill(of_rank, sizes, budget.limit, keeps_order):
+            indices = chain(*(groups[g] for g in of_part))
+            parts.append(Part(sorted(indices)))  # in the order of the step
+        parts_of_ranks.append(parts)
+    most = max(map(len, parts_of_ranks))
+    for parts in parts_of_ranks:
+        parts += [Part(groups[0], filler=True)] * (most - len(parts))
+    return parts_of_ranks
 
 
-def share_by_size(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Which pieces each rank takes: the largest first, each to the rank that has least so far. The short ones, which
-    come last, even out what is left."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+def balanced(sizes: list[int], ranks: int) -> list[list[int]]:
+    """Which groups each rank gets. The largest group is dealt first, and each group goes to the rank with the least
+    work so far."""
+    groups_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for g in sorted(range(len(sizes)), key=lambda g: -sizes[g]):
         lightest = totals.index(min(totals))
-        shares[lightest].append(g)
+        groups_of_ranks[lightest].append(g)
         totals[lightest] += sizes[g]
-    return shares
+    return groups_of_ranks
 
 
-def fill(items: Sequence[int], sizes: list[int], room: int, first_fit: bool) -> list[list[int]]:
-    """Put each item i, of size sizes[i], into the last bin if it has room for it; with first_fit, into the first
-    bin that has room. If there is none, into a new bin. An item larger than a bin gets one of its own."""
+def fill(
+    items: Sequence[int], sizes: list[int], limit: int, keeps_order: bool = False
+) -> list[list[int]]:
+    """Bin packing: put each item i, of size sizes[i], into the first bin with enough space, or into a new bin. An item
+    larger than the limit is alone in its bin. keeps_order: only the last bin or a new one."""
     bins: list[list[int]] = []
-    space: list[int] = []  # what each bin still takes
+    spaces: list[int] = []  # what each bin can still take
     for i in items:
-        first = 0 if first_fit else max(0, len(bins) - 1)
-        with_room = (j for j in range(first, len(bins)) if space[j] >= sizes[i])
-        j = next(with_room, None)
-        if j is None:
-            j = len(bins)
+        first = max(0, len(bins) - 1) if keeps_order else 0
+        j = next((j for j in range(first, len(bins)) if spaces[j] >= sizes[i]), len(bins))
+        if j == len(bins):
             bins.append([])
-            space.append(room)
+            spaces.append(limit)
         bins[j].append(i)
-        space[j] -= sizes[i]
+        spaces[j] -= sizes[i]
     return bins
 
 

@@ -3,12 +3,11 @@
     python dpo.py                                  # the demo: two cores, a minute
     python dpo.py --config config/gpt2_dpo.yaml    # GPT-2 on paired data
 
-To try an idea, copy this file and add a line to LOSSES. Reading order: the losses (functions of the
-margin h), settings, the objective, main.
+Copy this file and add a line to LOSSES to try an idea. Reading order: the losses (functions of the margin h),
+settings, the objective, main.
 
-Names differ in the field: "RPO" is elsewhere DPO plus a likelihood term, which here is dpo with
-sft_loss_weight; elsewhere "ipo" divides each log-ratio by its length, which here is ipo with
-average_logps.
+Other projects use two of the names differently. Their "RPO" is DPO plus a likelihood term; here that is dpo with
+sft_loss_weight. Their "ipo" divides each log-ratio by its length; here that is ipo with average_logps.
 
 Shape letters: G examples of a step, B of a micro-batch, K = 2 completions (chosen, rejected).
 """
@@ -26,13 +25,13 @@ from infra.console import run_cli
 from infra.devices import to_device
 from infra.parse import parse
 from infra.settings import IdleRule, Number, RunSettings
-from objective import Objective, PreferenceSettings, Z, join_columns, mean
+from objective import Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
 from records.examples import Example
 from run import setup
 from trainer import Trainer
 
-# Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats; d = the true reward
-# of the chosen completion minus that of the rejected one, which only RPO knows.
+# Each loss is a function of (B,) tensors -> (B,). h = r_chosen - r_rejected, in nats. d is the true reward of the
+# chosen completion minus that of the rejected one. Only RPO uses d.
 
 
 def dpo_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
@@ -56,8 +55,8 @@ def rpo_fwd_kl_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -
 
 
 def bernoulli_kl(p_logit: torch.Tensor, q_logit: torch.Tensor) -> torch.Tensor:
-    """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))). Every log is a logsigmoid, which stays
-    finite where a sigmoid rounds to 1."""
+    """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))). Every log is a logsigmoid, which stays finite if a sigmoid
+    rounds to 1."""
     p = torch.sigmoid(p_logit)
     yes = p * (logsigmoid(p_logit) - logsigmoid(q_logit))
     return yes + (1 - p) * (logsigmoid(-p_logit) - logsigmoid(-q_logit))
@@ -74,7 +73,7 @@ LOSSES = {
 
 @dataclass(frozen=True)
 class DPOSettings(PreferenceSettings):
-    """The loss of pairs."""  # beta, average_logps and the SFT term come from PreferenceSettings
+    """The loss of pairs."""  # beta, average_logps and sft_loss_weight are in PreferenceSettings
 
     loss: Literal[tuple(LOSSES)] = "dpo"
     """dpo (arXiv 2305.18290), ipo (2310.12036), rpo_sq, rpo_bwd_kl or rpo_fwd_kl (2406.11704,
@@ -82,9 +81,9 @@ class DPOSettings(PreferenceSettings):
     gt_reward_scale: Number = 1.0
     """RPO: eta, which multiplies the difference of the true (gt: ground-truth) rewards."""
     chosen_reward: Number = 1.0
-    """RPO: the true reward of a chosen completion whose record gives none."""
+    """RPO: the true reward of a chosen completion if its record has none."""
     rejected_reward: Number = 0.0
-    """RPO: the true reward of a rejected completion whose record gives none."""
+    """RPO: the true reward of a rejected completion if its record has none."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class DPO(Objective):
         self.average_logps = args.average_logps
 
     def true_margin(self, examples: list[Example]) -> torch.Tensor:
-        """d (B,): from a record's own rewards, or the settings' defaults."""
+        """d (B,), from the rewards of the records. A record without rewards has those of the settings."""
         margins = []
         for example in examples:
             chosen, rejected = example.rewards
@@ -149,10 +148,9 @@ class DPO(Objective):
         row = {
             "rewards/margins": mean(self.args.beta * h_G),
             "rewards/mean": mean(rewards),
-            # an online fork may have a step without pairs
+            # a step of an online fork may have no pairs
             "rewards/std": rewards.std().item() if len(rewards) else None,
-            # a tie counts one half. Before the first update h is 0 everywhere: none is preferred
-            "accuracy": mean((h_G > 0).double() + 0.5 * (h_G == 0)) if h_G.any() else None,
+            "accuracy": share_above_0(h_G),
         }
         return join_columns(means, row)
 
@@ -166,8 +164,7 @@ def main(
     optimizer: Callable | None = None,
     make_records: Callable | None = None,
 ) -> None:
-    """What a fork hands over, as in kto.py: objective(cfg.dpo), settings with a group dpo, trainer,
-    checker, optimizer, make_records."""
+    """Train. The arguments are those of kto.main, with objective(cfg.dpo) and settings with a group dpo."""
     cfg = parse(settings, argv, objective, demo="demo_dpo.yaml")
     run = setup(cfg, objective(cfg.dpo), checker, optimizer, make_records=make_records)
     with trainer(run) as loop:

@@ -2,8 +2,6 @@
 
 Reading order: Evaluator (answers and their verdicts); validate (a row of val.csv); finish (the test split, and what
 other programs load: final, best, final_adapter).
-
-A parameter `loop` is a trainer.Trainer and `run` a run.Run, whose files import this one.
 """
 
 import shutil
@@ -12,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +29,15 @@ from models.hub import Source, read_json
 from models.load import load_model
 from models.lora import gather_adapters, write_peft
 from models.quantize import round_matrices
-from objective import copied_to_cpu, join_columns
+from objective import join_columns
 from records.examples import Example, distinct_questions
 from records.tokenizer import Tokenizer
 from reference import AdaptersOff, other_weights
 from sampler import generate, read_answer
+
+if TYPE_CHECKING:
+    from run import Run
+    from trainer import Trainer
 
 
 class Answer(NamedTuple):
@@ -293,12 +295,12 @@ def format_before_after(before: dict, after: dict) -> str:
 OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
 
 
-def validate(loop: Any, plan: Plan) -> bool:
+def validate(loop: "Trainer", plan: Plan) -> bool:
     """Write a row of val.csv, samples, and the checker's accuracy; after the run's last step they are those of
     the weights that are exported. -> whether the row is the best so far by keep_best"""
     run = loop.run
     done = run.state.step
-    if not loop.val:
+    if not run.examples["val"]:
         return False
     run.state.unvalidated = True
     is_rounded = done == plan.total and export_rounds(run)
@@ -309,7 +311,7 @@ def validate(loop: Any, plan: Plan) -> bool:
         run.save()
     if is_rounded:
         export_step(run, "final", done)
-        trained = row_of(loop, loop.val, "validation")
+        trained = row_of(loop, run.examples["val"], "validation")
         with exported_weights(run, "final"):
             row, samples = validation_row(loop, plan)
         say_what_is_left("validation", trained, row)
@@ -326,7 +328,7 @@ def validate(loop: Any, plan: Plan) -> bool:
     return is_best
 
 
-def check_is_due(run: Any, plan: Plan) -> bool:
+def check_is_due(run: "Run", plan: Plan) -> bool:
     """Whether the checker judges answers after this step."""
     done = run.state.step
     if run.evaluator.checker is None:
@@ -334,11 +336,11 @@ def check_is_due(run: Any, plan: Plan) -> bool:
     return done == 0 or is_due(done, run.cfg.eval.check_interval, plan)
 
 
-def validation_row(loop: Any, plan: Plan) -> tuple[dict, list[dict]]:
+def validation_row(loop: "Trainer", plan: Plan) -> tuple[dict, list[dict]]:
     """-> a row of val.csv, and samples. A collective."""
     run = loop.run
     done = run.state.step
-    row = row_of(loop, loop.val, "validation")
+    row = row_of(loop, run.examples["val"], "validation")
     answered: list[Example] = []
     if run.evaluator.checker:
         share = kl_own = None
@@ -349,17 +351,17 @@ def validation_row(loop: Any, plan: Plan) -> tuple[dict, list[dict]]:
     return row, run.evaluator.samples(answered)
 
 
-def row_of(loop: Any, examples: list[Example], title: str) -> dict:
+def row_of(loop: "Trainer", examples: list[Example], title: str) -> dict:
     """A row by the objective's metrics, of all these examples. Empty for prompts alone, of which only a
     checker has something to say. A collective."""
     if not examples[0].completions:
         return {}
-    columns, z = copied_to_cpu(*loop.score_examples(examples, title))
+    columns, z = loop.score_examples(examples, title)
     return loop.metrics_row(columns, z)
 
 
 @torch.no_grad()
-def own_kl(loop: Any, answered: list[Example]) -> float | None:
+def own_kl(loop: "Trainer", answered: list[Example]) -> float | None:
     """The mean of r, in nats an answer, over 64 to 127 of the check's answers (all if there are fewer). It
     estimates KL(policy || reference) if they were sampled at temperature 1 without top_p;
     else it may even be negative. None without a reference in memory."""
@@ -369,14 +371,15 @@ def own_kl(loop: Any, answered: list[Example]) -> float | None:
     answered = answered[:: max(1, len(answered) // OWN_ANSWERS)]  # of all kinds of prompts
     step = Step(answered, budget=run.budget)
     sums = []
-    for micro in loop.on_device(step.micro_batches()):
+    for micro in loop.on_device(step):
         logps = loop.forward(micro.packed).logps
-        r_B = (logps - run.reference(micro.packed).logps)[:, 0]
+        ref_logps = loop.reference_forward(micro.packed).logps
+        r_B = (logps - ref_logps).flatten(1).sum(1)  # (B, 1), or (B, 1, L) by token
         sums.append(r_B.double().sum() * (not micro.part.filler))
     return all_reduce(sum(sums)).item() / len(answered)
 
 
-def finish(loop: Any) -> None:
+def finish(loop: "Trainer") -> None:
     """Compare the answers of the last weights with those before the run; export the last weights, and then
     the best ones, and score the test split with each."""
     run = loop.run
@@ -409,7 +412,7 @@ def finish(loop: Any) -> None:
         write_json(run.folder / "eval" / "test.json", scores)
 
 
-def test_row(loop: Any, name: str) -> dict:
+def test_row(loop: "Trainer", name: str) -> dict:
     """The test split's row, of the weights that were exported as `name`: final or best. With a checker it has the
     share of right answers to the split's prompts, which are in eval/test-final.json, or test-best.json."""
     run = loop.run
@@ -452,7 +455,7 @@ def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
 # ---- exports ---------------------------------------------------------------------------------------
 
 
-def export_step(run: Any, name: str, step: int) -> None:
+def export_step(run: "Run", name: str, step: int) -> None:
     """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has done so. A
     collective."""
     if run.exported.get(name) == step:
@@ -464,14 +467,14 @@ def export_step(run: Any, name: str, step: int) -> None:
     run.exported[name] = step
 
 
-def export_rounds(run: Any) -> bool:
+def export_rounds(run: "Run") -> bool:
     """Whether the exported weights differ from the policy's by rounding, and the policy can take them: a base in 4
     bits cannot."""
     return exported_type(run.source, run.cfg) is not None and not run.cfg.lora.quantize
 
 
 @contextmanager
-def exported_weights(run: Any, name: str) -> Iterator[None]:
+def exported_weights(run: "Run", name: str) -> Iterator[None]:
     """Within this context the policy computes with the weights in the folder `name`, final or best. A
     collective."""
     weights = None
@@ -485,7 +488,7 @@ def exported_weights(run: Any, name: str) -> Iterator[None]:
         yield
 
 
-def export_adapters(run: Any) -> None:
+def export_adapters(run: "Run") -> None:
     """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and of the
     adapters of the PEFT folders that the run started from. A collective."""
     model = run.policy.module

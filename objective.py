@@ -1,7 +1,8 @@
-"""What an algorithm is: its loss, its mismatched pairs, its z (their mean log-ratio, at least 0), its metrics.
+"""The interface of an algorithm: loss, mismatched pairs, z, metrics.
 
-An algorithm is a subclass of Objective, in a file of its own (kto.py, dpo.py, examples/). Only `loss` must be
-given. Reading order: Objective, then PreferenceSettings, what kto.py and dpo.py share.
+An algorithm is a subclass of Objective, as in kto.py, dpo.py and examples/. Only `loss` must be defined.
+
+Reading order: Z, Objective, then PreferenceSettings, which kto.py and dpo.py share.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, L tokens of the longest
 completion, T tokens of a micro-batch's completions, n mismatched pairs.
@@ -17,35 +18,37 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from data import MicroBatch, Step, next_mismatched_completions
 from infra.console import BadInput
+from infra.devices import copied_to_cpu
 from records.examples import Example
 
 
 class Z(NamedTuple):
-    """z, with which the log-ratios of a step's examples are compared, and what it was made of. Both tensors are equal
-    on all ranks."""
+    """z, which the log-ratios of a step's examples are compared with, and the log-ratios that it is made of. Both
+    tensors are equal on all ranks."""
 
     z_G: torch.Tensor
-    """(G,) z of each example, in nats: the same number for all, unless `Objective.make_z` gives several. Its mean is
-    the column `kl` of kto.py, its name in other libraries."""
+    """(G,) z of each example, in nats. All numbers are equal unless `Objective.make_z` returns several. kto.py logs
+    their mean as `kl`, which is its name in other libraries."""
     mismatched_logratio_n: torch.Tensor
     """(n,) the log-ratios of the mismatched pairs, in nats."""
 
 
 class Objective:
-    """An algorithm. Only `loss` must be given; all else has a default. The five attributes below are set in the class
-    or in __init__ and do not change during a fit: another thread, which makes the next step, reads them too."""
+    """An algorithm. Only `loss` must be defined.
+
+    Set the five attributes in the class or in __init__. They must not change during a fit, because the thread that
+    packs the next step reads them too."""
 
     record_kind = "rated"
-    """What it learns from: rated, paired, demonstrations or prompts."""
+    """The kind of records that it learns from: rated, paired, demonstrations or prompts."""
     needs_mismatched_pairs = False
-    """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, for z."""
+    """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, to make z."""
     needs_reference = True
-    """False: no reference model is loaded or run, ref_logps is None, and a log-ratio is log pi."""
+    """False: no reference model is loaded, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
-    """True: the models give the log-prob of each token, (B, K, L). Then `reduce_tokens` turns these into what the
-    loss, z and `logratio` get."""
+    """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     average_logps = False
-    """Whether a log-ratio is divided by the number of its scored tokens (MicroBatch.length)."""
+    """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
     def loss(
         self,
@@ -54,79 +57,85 @@ class Objective:
         batch: MicroBatch,
         z_B: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` gives.
-        z_B: (B,) z of each example. -> the loss (B,) of each example, not their mean; and
-        {column: (B,)}, which reach `metrics` for all examples of the step. The loop multiplies each loss by
-        its record's weight, and the product is also the column `loss`. Validation calls it too.
+        """Returns the loss (B,) of each example, not their mean, and {column: (B,)}. `metrics` gets the columns of
+        all examples of the step.
 
-        A micro-batch is any part of the step, so a loss must not mix its examples: sums over the step
-        come from batch.step. The start check refuses nearly all that do: it compares the losses of a
-        few examples together with the loss of each alone, at z = 0."""
+        logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` returns. z_B:
+        (B,) z of each example. The loop multiplies each loss by the weight of its record; the product is also the
+        column `loss`. Validation calls this method too.
+
+        A micro-batch is any part of the step, so a loss must not mix its examples. Take sums over the step from
+        batch.step. The start check catches most violations: it computes the losses of a few examples in one
+        micro-batch and again one by one, and compares them."""
         raise NotImplementedError
 
     def reduce_tokens(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """From the log-probs of the models to those that the loss, z and `logratio` get. Here nothing changes.
+        """Hook between the models and the loss: turns the models' log-probs into what loss, z and `logratio` receive.
+        The default is the identity.
 
-        The models give (B, K); with by_token (B, K, L), 0 beyond a completion's end. The result must be (B, K) if
-        there are mismatched pairs, or with average_logps, which divides by length_BK."""
+        The models give (B, K), or with by_token (B, K, L) with 0 beyond the end of a completion. The result must be
+        (B, K) if the objective has mismatched pairs or average_logps."""
         return logps, ref_logps
 
     def mismatched_completions(
         self, examples: list[Example]
     ) -> Sequence[np.ndarray | list[int] | None]:
-        """With needs_mismatched_pairs: for each example the completion, as token ids, with which its prompt
-        makes a mismatched pair; None: it has no pair. Here it is the completion of the next example with
-        another prompt and another completion (data.py). In training these are chosen in another thread, a step ahead.
+        """A list with the token ids of a completion for each example. The completion and the example's prompt are a
+        mismatched pair. None: the example has no pair. Called only with needs_mismatched_pairs.
 
-        An override is not called ahead: it is called when its step begins, so it may use the policy (under
-        torch.no_grad) and what after_step has changed. It is also called for all of val, all of test, and in the
-        start check. All ranks use what it gives on rank 0. With reference_cache the run calls it for every step before
-        training begins, and again in each step: it must then give the same."""
+        The default takes the completion of the next example that has another prompt and another completion. It runs
+        one step ahead, in the packing thread.
+
+        An override runs in the main thread at the start of its step, so it may use the policy (under no_grad) and
+        state that after_step has changed. All ranks use the result of rank 0. It is also called for validation, for
+        the test split and in the start check. If reference_cache is set, it is called for every step before training
+        begins and again in each step, so it must return the same completions both times."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
-        """columns: float64, of all G examples, on the CPU. -> a row of metrics.csv or val.csv; None: an empty cell."""
+        """A row of metrics.csv or val.csv; None is an empty cell. columns: float64, of all G examples, on the CPU."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> torch.Tensor:
-        """r = log pi - log ref in nats, of which the loss, z and the rewards are made. All arguments have the
-        shape of the result, such as (B, K)."""
+        """The log-ratio r = log pi - log ref in nats. Loss, z and rewards are made of log-ratios. All tensors have
+        the same shape, such as (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / length_BK if self.average_logps else r
 
     def make_z(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
-        """z of a step from the log-ratios (n,) of its mismatched pairs: their mean, an estimate of a KL
-        divergence, and 0 if it is negative. To clamp each log-ratio before the mean would make z too large.
+        """z of a step from the log-ratios (n,) of its mismatched pairs: their mean, which estimates a KL divergence,
+        clamped to at least 0. The mean is clamped, not each log-ratio, because that would make z too large.
 
-        -> a number, or (G,): one for each example. Pair i is that of example step.mismatched_index[i]; n
-        may be 0, and is 0 without needs_mismatched_pairs. Validation calls it too: it must not update what
-        the objective remembers."""
+        Returns one number, or (G,): one for each example. Pair i belongs to example step.mismatched_index[i]. n may
+        be 0, and is 0 without needs_mismatched_pairs. Validation calls this method too, so it must not change
+        state."""
         z = logratio_n.mean() if len(logratio_n) else logratio_n.new_zeros(())
         return z.clamp(min=0)
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], z: Z) -> None:
-        """Called once a training step, after `metrics` (where a row is due) and before the weights move, with the
-        columns of all G examples, on the CPU and equal on all ranks. Here an objective updates what it
-        remembers; what belongs to one example can be kept by step.examples[i].number, which is the same in
-        each epoch. Validation never calls it."""
+        """Update state that the objective keeps from step to step. Called once per training step, after `metrics` and
+        before the weights change, never in validation.
+
+        The columns cover all G examples, are on the CPU and are equal on all ranks. step.examples[i].number
+        identifies an example in every epoch."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
-        """A module of the algorithm's own: it gets the policy's hidden states (T, width), one for each
-        token of the completions, and gives (T, ...). The loss finds this in batch.outputs, as (B, K, L, ...).
-        The state of a token is the one that predicts it, so it has read the prompt and the tokens before it.
+        """A module of the algorithm. It gets the policy's hidden states (T, width), one for each token of the
+        completions, and returns (T, ...). The loss gets the outputs as batch.outputs (B, K, L, ...). The hidden state
+        of a token is the one that predicts it, so it has seen the prompt and the tokens before.
 
-        The module becomes a part of the policy: trained by the same optimizer (its learning rate times
-        the module's `lr_scale`, if it has one), sharded, saved and resumed, but not exported. Between
-        forwards its parameters are sharded, so the loss should use its outputs only."""
+        The module becomes a part of the policy. It is trained by the same optimizer (at the learning rate times
+        module.lr_scale, if there is one), sharded, saved and resumed. It is not exported. The loss should use its
+        outputs only, because its parameters are sharded outside of a forward."""
         return None
 
     def state_dict(self) -> dict:
-        """What each checkpoint saves, {attribute: value}: numbers, texts, or lists of these (float(x),
-        x.tolist()). A resume sets these attributes; the others start anew."""
+        """{attribute: value} for a checkpoint. A value is a number, a text or a list of these (float(x), x.tolist()).
+        A resume sets these attributes, and no others."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -135,46 +144,49 @@ class Objective:
 
     @classmethod
     def overrides(cls, method: str) -> bool:
-        """Whether this algorithm has its own version of a method of Objective."""
+        """Whether this class has its own version of a method of Objective."""
         return getattr(cls, method) is not getattr(Objective, method)
 
 
+# ---- columns and rows ----------------------------------------------------------------------------
+
+
 def mean(x: torch.Tensor) -> float | None:
-    """The mean of a 1-D tensor. None, which is an empty cell, when the tensor is empty."""
+    """The mean of a 1-D tensor, or None, an empty cell, if the tensor is empty."""
     return x.mean().item() if len(x) else None
 
 
-def copied_to_cpu(
-    columns: dict[str, torch.Tensor], z: Z, *others: torch.Tensor
-) -> tuple[dict | Z | torch.Tensor, ...]:
-    """-> columns, z and the other tensors, on the CPU. All numbers are copied as one float64 tensor: so a step waits
-    for the device once, not once for each of them."""
-    tensors = [*columns.values(), *z, *others]
-    numbers = torch.cat([x.detach().double().flatten() for x in tensors]).cpu()
-    parts = numbers.split([x.numel() for x in tensors])
-    # float64 has every number of float32, and every bool, exactly
-    copies = [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)]
-    end = len(columns)
-    return dict(zip(columns, copies)), Z(*copies[end : end + 2]), *copies[end + 2 :]
+def share_above_0(x: torch.Tensor) -> float | None:
+    """The share of the numbers that are above 0; a 0 counts one half."""
+    return mean((x > 0).double() + 0.5 * (x == 0))
+
+
+def on_cpu(columns: dict[str, torch.Tensor], z: Z) -> tuple[dict[str, torch.Tensor], Z]:
+    """Copies of columns and z on the CPU."""
+    *copies, z_G, mismatched_logratio_n = copied_to_cpu([*columns.values(), *z])
+    return dict(zip(columns, copies)), Z(z_G, mismatched_logratio_n)
 
 
 def join_columns(first: dict, second: dict) -> dict:
-    """The columns of both. Raises BadInput if a name is in both: one column would silently replace the other."""
+    """The columns of both. Raises BadInput if both have a column of the same name."""
     shared = ", ".join(sorted(first.keys() & second.keys()))
-    if shared:  # one of the two is the program's own, so this speaks to the author of the other
+    if shared:
         raise BadInput(
             f"columns: {shared}: the program has a column of this name: rename yours, in loss or metrics"
         )
     return first | second
 
 
+# ---- settings ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """What the objectives of kto.py and dpo.py share."""
+    """The settings that kto.py and dpo.py share."""
 
     beta: PositiveFloat = 0.1
     """Strength of the pull back to the reference; a larger one keeps the policy closer."""
     average_logps: bool = False
-    """Divide log-ratios, in z too, and the log-likelihood of sft_loss_weight by the number of scored tokens."""
+    """Divide log-ratios, in z too, and the log-likelihood of sft_loss_weight by the number of tokens."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the desirable (chosen) completions."""

@@ -1,14 +1,13 @@
-"""Online KTO: no ratings at all. The policy answers, a checker rates the answers, KTO learns.
+"""Online KTO: the policy answers, a checker rates the answers, KTO learns. No ratings are needed.
 
     python online.py                               # the demo: two cores, two minutes
 
-A checker of your own is given in code: online.main(checker=f), where f takes a list of answers
-(evaluation.Answer) and returns as many bools. rate=f changes more: how answers become examples.
+Pass a checker of your own in code: online.main(checker=f). f takes a list of answers (evaluation.Answer) and returns
+a bool for each. Pass main(rate=f) to change how answers become examples.
 
-Reading order: settings, the examples of an iteration, main. The loss is kto.py's; data.train is read
-for its prompts only. The reference stays the first model, or becomes the policy as it is when an
-iteration begins (online.reference).
-"""
+Reading order: settings, the examples of an iteration, main. The loss is that of kto.py. Only the prompts of
+data.train are read. The setting online.reference says whether the policy becomes the reference when an iteration
+begins."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,22 +43,21 @@ class OnlineSettings(Sampling):
     max_iterations: PositiveInt = 6
     """Iterations; --epochs counts within each."""
     prompts_per_iteration: PositiveInt | None = 256
-    """Prompts answered in an iteration, the next ones of a seeded order; null, or more than there are: all."""
+    """Prompts answered in an iteration: the next ones in a seeded order. null: all of them."""
     num_generations: PositiveInt = 1
     """Answers to each prompt of an iteration."""
     reference: Literal["first", "last"] = "last"
-    """last: the policy as it is when an iteration begins. first: the model that the run started
-    from, or --reference."""
+    """last: the policy at the start of the iteration. first: the model that the run started from, or --reference."""
     cut: Literal["judge", "wrong", "drop"] = "judge"
-    """What becomes of an answer that ended at the length limit. judge: the checker decides (it sees
-    that the answer was cut). wrong: thumbs down. drop: weight 0. Its own loss is 0; it still
-    counts in z, in the plain means of metrics.csv, and in batch_size, by which a step's loss is divided."""
+    """The rating of an answer that ended at the length limit. judge: the checker decides (it sees that the answer
+    was cut). wrong: thumbs down. drop: weight 0. A dropped answer has the loss 0, but it counts in z, in the plain
+    means of metrics.csv and in the division of the loss by batch_size."""
     balance: bool = False
-    """Weigh the examples of an iteration so that those rated up and those rated down count equally, as
-    the KTO paper advises. Otherwise a policy that is mostly wrong mainly learns what not to say."""
+    """Weight the examples of an iteration so that thumbs up and thumbs down count equally, as the KTO paper advises.
+    Otherwise a policy that is mostly wrong mainly learns which answers to avoid."""
     rollout_batch_size: PositiveInt = 512
-    """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
-    numbers depend on it, so another value gives other answers. To save memory set batch_size."""
+    """Prompts answered between two writes to the disk. A resume keeps the answers of whole batches. Random numbers
+    depend on this setting, so another value gives other answers. Set batch_size to save memory."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +86,11 @@ class OnlineKTO(KTO):
 
 
 def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> list[Example]:
-    """The policy's answers as rated examples, by the checker; one without a verdict has weight 0. A fork's
-    own, main(rate=f), may make anything else of them, such as an `extra` field with a number that its loss
-    reads; of online.cut it does what it likes. It is called once an iteration, on rank 0 alone: nothing that
-    all ranks compute together may be in it, such as a sharded policy. Raises BadInput, Failed."""
+    """The policy's answers as examples with the checker's ratings. An answer without a verdict has weight 0.
+
+    A fork may replace this function, main(rate=f), and make other examples: for instance with a number in `extra`
+    that its loss reads. The function is called once per iteration, on rank 0 only, so it must contain no collective,
+    such as a forward of a sharded policy. Raises BadInput, Failed."""
     args = run.cfg.online
     answered = with_answers(prompts, answers)
     to_judge = as_answers(run.tokenizer, answered, args.stop)
@@ -114,8 +113,8 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
 
 
 def balanced(examples: list[Example]) -> list[Example]:
-    """The same examples with weights such that thumbs up and thumbs down each have half of the sum. With one
-    of the two kinds alone nothing changes."""
+    """The same examples with other weights: thumbs up and thumbs down each get half of the sum. If there is only one
+    kind, nothing changes."""
     up = sum(e.weight for e in examples if e.label)
     down = sum(e.weight for e in examples if not e.label)
     if not (up and down):
@@ -131,7 +130,7 @@ def balanced(examples: list[Example]) -> list[Example]:
 def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
     """Print the iteration's counts and a few of its answers."""
     answers = as_answers(run.tokenizer, examples, run.cfg.online.stop)
-    rated = [e for e in examples if e.weight > 0]  # the others are left out
+    rated = [e for e in examples if e.weight > 0]  # the others are dropped
     right = sum(e.label for e in rated)
     cut = sum(a.cut for a in answers)
     tokens = sum(len(e.completions[0]) for e in examples)
@@ -151,10 +150,10 @@ def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
 
 
 def items_of_iteration(items: list, i: int, n: int, seed: int) -> list:
-    """The n items, such as prompts, of iteration i of online KTO. i counts from 1.
+    """The n items, such as prompts, of iteration i, counted from 1.
 
-    Iterations take consecutive slices of an endless list: all items in a seeded order, then all in another one, ...
-    """
+    Iterations take consecutive slices of an endless list: all items in a seeded order, then all items in another
+    seeded order, and so on."""
     endless = chain.from_iterable(shuffled(len(items), epoch, seed) for epoch in count())
     return [items[j] for j in islice(endless, (i - 1) * n, i * n)]
 
@@ -170,9 +169,8 @@ def main(
     rollout: Callable | None = None,
     make_records: Callable | None = None,
 ) -> None:
-    """What a fork hands over, as in kto.py: objective(cfg.kto), settings with the groups kto and
-    online, trainer, checker, optimizer, make_records. rollout: an engine that answers prompts (see rollout.py).
-    rate: makes examples of prompts and answers."""
+    """Train. The arguments are those of kto.main, with settings that have the groups kto and online. rollout: an
+    engine that answers prompts (see rollout.py). rate: makes examples from prompts and answers."""
     cfg = parse(settings, argv, objective, demo="demo_online.yaml")
     args = cfg.online
     refuse_unless(

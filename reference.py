@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric import Fabric
@@ -26,6 +26,9 @@ from models.lora import disable_adapters, plain_name
 from objective import Objective
 from packing import PackedBatch
 from records.examples import Example
+
+if TYPE_CHECKING:
+    from trainer import Trainer
 
 
 class FrozenModel:
@@ -155,7 +158,7 @@ class CachedReference:
         """Log-probs (B, K) in nats, from the folder where it has them. prompts are neither used nor kept:
         their keys may never have been computed. by_token: always False, the folder has sums alone. Raises
         BadInput."""
-        keys = packed.digests()
+        keys = digests(packed)
         device = packed.token_N.device
         is_missing = any(key not in self.known for key in keys)
         if self.released:
@@ -197,6 +200,18 @@ class CachedReference:
             self.known |= json.loads(file.read_text())
 
 
+def digests(packed: PackedBatch) -> list[str]:
+    """Hashes of the token ids of each prompt with each of its completions: B * K, as in length_BK."""
+    digests = []
+    for prompt, completions in packed.ids:
+        # its length says where the prompt ends
+        head = len(prompt).to_bytes(8, "big") + prompt.tobytes()
+        for completion in completions:
+            ids = head + completion.tobytes()
+            digests.append(hashlib.blake2b(ids, digest_size=16).hexdigest())
+    return digests
+
+
 Reference = FrozenModel | AdaptersOff | CachedReference
 
 
@@ -219,17 +234,16 @@ def make_reference(
 
 
 @torch.no_grad()
-def precompute(loop: Any, examples: list[Example], plan: Plan) -> None:
-    """Compute all log-probs of a cached reference that the run will need, and release it. loop: a
-    trainer.Trainer, which imports this file."""
+def precompute(loop: "Trainer", examples: list[Example], plan: Plan) -> None:
+    """Compute all log-probs of a cached reference that the run will need, and release it."""
     run = loop.run
     of_steps = list(step_examples(examples, run.cfg, plan, run.state.step))
-    of_steps += [part for part in (loop.val, run.examples["test"]) if part]
+    of_steps += [part for part in (run.examples["val"], run.examples["test"]) if part]
     n = sum(map(len, of_steps))
     with progress("precomputing log-probs", n // run.fabric.world_size):
         for part in of_steps:
             step = loop.make_step(part)
-            for micro in loop.on_device(step.micro_batches()):
+            for micro in loop.on_device(step):
                 run.reference(micro.packed)
                 if micro.mismatched is not None:
                     run.reference(micro.mismatched.to(run.fabric.device))

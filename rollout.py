@@ -14,8 +14,6 @@ does not have, and answers beyond its context, are refused before they are writt
 An engine that runs elsewhere may still have the last iteration's weights, or another tokenizer. If it gives the
 log-probs of its answers, too (WithLogps), the run compares them with the policy's and refuses such answers.
 
-A parameter `run` is a run.Run.
-
 iterations/answers-N.jsonl has a record of each answer (records/answer.py) and is written again after each rollout
 batch, so a resume finds whole batches. iterations/rated-N.jsonl has these records with their labels, which kto.py
 reads, and the examples that the iteration learns from.
@@ -27,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +42,9 @@ from models.export import export
 from records.answer import answer_fields
 from records.examples import Example, examples_hash
 from sampler import generate, read_answer
+
+if TYPE_CHECKING:
+    from run import Run
 
 COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
 
@@ -65,7 +66,7 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
     check_merging(cfg)
 
 
-def iterations(run: Any, plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
+def iterations(run: "Run", plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
     """(i, plan) of each iteration that is not done yet, i from 1. With a moving reference the policy
     becomes its own reference when an iteration begins."""
     state = run.state
@@ -93,11 +94,11 @@ class WithLogps(NamedTuple):
     1e-5 in float32, and up to 0.07 where one side was in bfloat16 (benchmarks/RESULTS.md)."""
 
 
-def iteration_file(run: Any, name: str, i: int) -> Path:
+def iteration_file(run: "Run", name: str, i: int) -> Path:
     return run.folder / "iterations" / f"{name}-{i}.jsonl"
 
 
-def export_policy(run: Any) -> Path:
+def export_policy(run: "Run") -> Path:
     """The policy as it is now, as a Hugging Face folder of this iteration, which an engine loads. The last
     iteration's is removed. A collective."""
     folder = run.folder / "iterations"
@@ -123,7 +124,7 @@ def export_policy(run: Any) -> Path:
 
 
 def policy_answers(
-    run: Any, i: int, plan: Plan, examples: list[Example], args: Sampling
+    run: "Run", i: int, plan: Plan, examples: list[Example], args: Sampling
 ) -> list[list[int]]:
     """The policy's answers to the prompts of `examples` in iteration i, as token ids. Sets run.engine_gap.
 
@@ -206,7 +207,7 @@ def read_engine(given: Any, n: int) -> WithLogps:
 
 @torch.no_grad()
 def engine_gaps(
-    run: Any, examples: list[Example], answers: list[list[int]], logps: list[list[float]]
+    run: "Run", examples: list[Example], answers: list[list[int]], logps: list[list[float]]
 ) -> list[float | None]:
     """How far an engine's log-probs are from the policy's: for each answer the mean absolute difference, in nats a
     token; None for those that are not compared. A collective."""
@@ -215,16 +216,16 @@ def engine_gaps(
         examples[j]._replace(completions=(np.array(answers[j], np.int32),)) for j in numbers
     ]
     step = Step(answered, budget=run.budget)
-    gap_G = torch.zeros(step.size, dtype=torch.float64, device=run.fabric.device)
+    step.move_to(run.fabric.device)
+    gap_G = step.zeros()
     for part in step.parts:
         micro = step.micro_batch(part).to(run.fabric.device)
         logps_BL = run.policy(micro.packed, by_token=True).logps[:, 0].double()
         theirs_BL = torch.zeros_like(logps_BL)
-        for row, number in enumerate(part.index):
+        for row, number in enumerate(part.indices):
             of_answer = logps[numbers[number]]
             theirs_BL[row, : len(of_answer)] = theirs_BL.new_tensor(of_answer)
-        if not part.filler:
-            gap_G[micro.index_B] = (logps_BL - theirs_BL).abs().sum(1) / micro.length[:, 0]
+        micro.put((logps_BL - theirs_BL).abs().sum(1) / micro.length[:, 0], gap_G)
     gaps = [None] * len(answers)
     for number, gap in zip(numbers, all_reduce(gap_G).tolist()):
         gaps[number] = gap
@@ -250,7 +251,7 @@ def check_gap(gaps: list[float | None], answers: list[list[int]], max_gap: float
     )
 
 
-def gap_text(run: Any) -> str:
+def gap_text(run: "Run") -> str:
     """run.engine_gap, for the line of an iteration."""
     if run.engine_gap is None:
         return ""
@@ -258,7 +259,7 @@ def gap_text(run: Any) -> str:
 
 
 def check_scorable(
-    run: Any, where: str, prompt: Sequence[int], completions: Sequence, longest_prompt: int
+    run: "Run", where: str, prompt: Sequence[int], completions: Sequence, longest_prompt: int
 ) -> None:
     """Refuse, before the policy learns from it, what the model cannot compute: token ids that it does not have,
     and more tokens than its context. Where the objective has mismatched pairs, a completion is also scored
@@ -313,10 +314,10 @@ def rated_line(answered: dict, example: Example) -> dict:
 
 
 def rated_examples(
-    run: Any,
+    run: "Run",
     i: int,
     plan: Plan,
-    rate: Callable[[Any, list[Example], list[list[int]]], list[Example]],
+    rate: Callable[["Run", list[Example], list[list[int]]], list[Example]],
     prompts: list[Example],
     answers: list[list[int]],
 ) -> list[Example]:

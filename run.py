@@ -5,6 +5,7 @@ order of their calls. Nobody needs this file to change an algorithm.
 """
 
 import hashlib
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,7 +44,7 @@ from infra.checkpoint import (
     take_folder,
     unlock_folder,
 )
-from infra.console import BadInput, command_to, program_file, program_name, say
+from infra.console import BadInput, Interrupted, command_to, program_file, program_name, say
 from infra.devices import (
     Stop,
     all_reduce,
@@ -130,7 +131,8 @@ class Run:
     saved_step: int = 0
     """The step of the last checkpoint in the run's own folder. Changed by save."""
     reference_step: int = 0
-    """The last step after which policy and reference were equal, in this process. Changed by new_reference."""
+    """The step after which policy and reference are equal: 0, or the start of an iteration. Changed by
+    begin_iteration."""
     exported: dict[str, int] = field(default_factory=dict)
     """The folders that this process has exported, final and best, and of which step. Changed by export_step."""
 
@@ -159,6 +161,7 @@ class Run:
         self.state.iteration = i
         if moving_reference:
             self.new_reference()
+            self.reference_step = self.state.step
         weights = self.merged_weights()
         self.state.started_from = on_rank_0(self.fabric, lambda: weights_hash(weights))
 
@@ -179,8 +182,6 @@ class Run:
         # at step 0 they are equal already, unless the reference is another model
         if self.state.step > 0 or self.cfg.reference:
             self.state.reference_has_moved = True
-        if share == 1:
-            self.reference_step = self.state.step
 
     def first_weights(self, of_reference: bool = False) -> dict[str, torch.Tensor]:
         """The weights that the run, or its reference, started from, read again."""
@@ -237,13 +238,30 @@ class Run:
             self.reference.set_weights(self.first_weights(of_reference))
         load_checkpoint(self, folder)
 
-    def close(self, failed: bool) -> None:
-        """Close the files and, unless the run has failed, end the processes together."""
+    def end(self, error: BaseException | None) -> bool:
+        """End the run, whose loop has ended with this error or with none. Returns whether the error is handled.
+
+        A signal during a validation or a rollout (Interrupted) saves the run and ends it as usual. Any other error
+        saves nothing: a line names the last checkpoint."""
+        failed = error is not None and not isinstance(error, Interrupted)
+        if isinstance(error, Interrupted):
+            traceback.clear_frames(
+                error.__traceback__
+            )  # the frames hold the model, which is freed below
+            self.stop_early(self.stop.reason)
+        elif isinstance(error, Exception) and (self.saved_step or self.state.iteration):
+            self.say_how_to_continue("stopped by an error")  # an iteration has saved its answers
         unlock_folder(self.folder)
         self.stop.close()
-        if not failed:
-            self.policy = self.reference = self.optimizer = self.evaluator = None
-            leave_process_group(self.fabric)
+        if failed:
+            return False
+        self.policy = self.reference = self.optimizer = self.evaluator = None
+        leave_process_group(self.fabric)
+        # Only rank 0 reports the signal, as a shell does. Launchers kill all ranks after the first exit code that is
+        # not 0, and rank 0 may still upload its logs.
+        if self.stop.signal and self.fabric.global_rank == 0:
+            raise SystemExit(128 + self.stop.signal) from None
+        return True
 
 
 # ---- how it is made ------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""SPIN: learn from demonstrations alone, against the policy as it was when the iteration began (Chen et
-al. 2024, arXiv 2401.01335).
+"""SPIN: learn from demonstrations only, against the policy of the last iteration (Chen et al. 2024, arXiv
+2401.01335).
 
     python spin.py                                 # the demo: two cores, half a minute
 
-Each iteration: the policy becomes the reference, answers every prompt, and learns by DPO to prefer the
-human's completion to that answer. Reading order: settings, the objective, the pairs, main.
+In each iteration the policy becomes the reference and answers every prompt. Then it learns by DPO to prefer the
+human's completion to its own answer. Reading order: settings, the objective, the pairs, main.
 
-Where the paper leaves a choice: one learning-rate schedule spans all iterations, and the optimizer's
-state carries on (with LoRA it restarts, since the adapters are merged into the base and begin anew).
+The paper leaves two choices open. Here one learning-rate schedule spans all iterations, and the optimizer keeps its
+state. LoRA resets the state, because the adapters are merged into the base and start again.
 """
 
 from collections.abc import Callable
@@ -52,8 +52,8 @@ class SPINSettings(Sampling):
     """Add this fraction of the last iteration's answers to an iteration's own; 1.0, the paper's
     practice, adds all."""
     rollout_batch_size: PositiveInt = 512
-    """Prompts answered between two writes to the disk: a resume keeps the answers of whole batches. Random
-    numbers depend on it, so another value gives other answers. To save memory set batch_size."""
+    """Prompts answered between two writes to the disk. A resume keeps the answers of whole batches. Random numbers
+    depend on this setting, so another value gives other answers. Set batch_size to save memory."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the demonstrations."""
     average_logps: bool = False
@@ -87,8 +87,8 @@ class Settings(RunSettings):
 
 
 class SPIN(DPO):
-    """DPO with chosen = the demonstration, rejected = the policy's own answer. In validation there is no
-    answer: the loss of a demonstration alone is its negative log-likelihood, per token."""
+    """DPO with the demonstration as the chosen completion and the policy's own answer as the rejected one. Validation
+    has no answers: there the loss is the negative log-likelihood of the demonstration, per token."""
 
     record_kind = "demonstrations"
 
@@ -109,7 +109,7 @@ class SPIN(DPO):
         if logps.shape[1] == 1:  # validation
             return -logps[:, 0] / batch.length[:, 0], {}
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
-        # the policy may answer with the demonstration itself: a tie, in which h is rounding alone
+        # If the policy's answer is the demonstration itself, it is a tie, and h is only rounding error.
         is_tie = torch.tensor([np.array_equal(*e.completions) for e in batch.examples])
         columns["h"] = columns["h"].masked_fill(to_device(is_tie, logps.device), 0)
         return loss_B, columns
@@ -120,7 +120,8 @@ class SPIN(DPO):
 
 
 def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
-    """The demonstrations against the policy's answers, and against a share `mix` of the last iteration's answers."""
+    """Pair the demonstrations with the policy's answers. A share `mix` of them is also paired with the answers of the
+    last iteration."""
     demonstrations = run.examples["train"]
     mix = run.cfg.spin.mix
     pairs = list(zip(demonstrations, answers))
@@ -155,8 +156,8 @@ def main(
     rollout: Callable | None = None,
     make_records: Callable | None = None,
 ) -> None:
-    """What a fork hands over, as in kto.py: objective(cfg.spin, beta), settings with a group spin,
-    trainer, checker, optimizer, make_records. rollout: an engine that answers prompts (see rollout.py)."""
+    """Train. The arguments are those of kto.main, with objective(cfg.spin, beta) and settings with a group spin.
+    rollout: an engine that answers prompts (see rollout.py)."""
     cfg = parse(settings, argv, objective, demo="demo_spin.yaml")
     betas = cfg.spin.betas()
     run = setup(

@@ -56,7 +56,8 @@ class Humanline(kto.KTO):
 
 class MovingReference(Trainer):
     def optimizer_step(self, plan):
-        if self.run.state.step % self.run.cfg.kto.sync_interval == 0:
+        done = self.run.state.step - 1  # run.state.step is the number of this step
+        if done % self.run.cfg.kto.sync_interval == 0:
             self.run.new_reference()  # the policy before this step
         return super().optimizer_step(plan)
 

@@ -16,8 +16,6 @@
 A checkpoint is written under a temporary name and then renamed, so a kill never leaves half a checkpoint. Every rank
 writes and reads its own part (torch.distributed.checkpoint); nothing is gathered. The tensors are named
 `kind|parameter`, where the kind is weights, reference or one of the optimizer's moments, and `random|rank`.
-
-A parameter `run` is a run.Run, and run.py imports this file.
 """
 
 import fcntl
@@ -30,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import lightning
 import torch
@@ -53,6 +51,9 @@ from infra.settings import (
     refuse_unless,
     resume_rules,
 )
+
+if TYPE_CHECKING:
+    from run import Run
 
 # dcp warns of a single process, and of no_dist=True; we want both
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -254,7 +255,7 @@ def versions() -> str:
 # ---- save ----------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run: Any) -> None:
+def save_checkpoint(run: "Run") -> None:
     """Write a checkpoint of the current step, then remove old checkpoints. A collective. Raises Failed."""
     fabric = run.fabric
     state = run.state
@@ -304,14 +305,14 @@ def save_checkpoint(run: Any) -> None:
         _remove_old_checkpoints(run)
 
 
-def save_state(run: Any) -> None:
+def save_state(run: "Run") -> None:
     """Write state.json of the last checkpoint again: its step has been validated since. On rank 0."""
     file = checkpoint_folder(run.folder, run.state.step) / "state.json"
     write_whole(file, json.dumps(asdict(run.state)))
     _remove_old_checkpoints(run)
 
 
-def _remove_old_checkpoints(run: Any) -> None:
+def _remove_old_checkpoints(run: "Run") -> None:
     """Keep the newest keep_last checkpoints and the best one. On rank 0."""
     checkpoints = list(checkpoints_by_step(run.folder).items())
     for step, path in checkpoints[: -run.cfg.keep_last]:
@@ -353,7 +354,7 @@ def read_tensors(
     return tensors
 
 
-def load_checkpoint(run: Any, folder: Path) -> None:
+def load_checkpoint(run: "Run", folder: Path) -> None:
     """Put a checkpoint's weights, optimizer state, random state and moving reference in place."""
     params = run.policy.unique_parameters()
     moments = run.optimizer.optimizer.state

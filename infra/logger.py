@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
@@ -23,6 +23,9 @@ from infra.console import Failed, duration, rank, say, user_code, user_error
 from infra.files import write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
+
+if TYPE_CHECKING:
+    from objective import Objective
 
 # Column of a row -> how the console shows its value; other columns are only in the files.
 CELLS = {
@@ -65,7 +68,9 @@ class Throughput:
     several micro-batches the policy computes it twice, which is not counted).
     """
 
-    def __init__(self, fabric: Fabric, cfg: RunSettings, policy: torch.nn.Module, objective: Any):
+    def __init__(
+        self, fabric: Fabric, cfg: RunSettings, policy: torch.nn.Module, objective: "Objective"
+    ):
         self.device = fabric.device
         # a reference whose log-probs are cached does not run in a step
         reference = objective.needs_reference and not cfg.reference_cache

@@ -734,6 +734,12 @@ def letters(*pairs: str) -> list[Example]:
     return [example([ord(p)], [ord(c)]) for p, c in pairs]
 
 
+def partners_of(examples: list[Example]) -> list[int | None]:
+    """Of each example the index of the example whose completion it is paired with."""
+    index_of = {id(e.completions[0]): i for i, e in enumerate(examples)} | {id(None): None}
+    return [index_of[id(ids)] for ids in data.next_mismatched_completions(examples)]
+
+
 @pytest.mark.parametrize(
     "pairs, partners",
     [
@@ -748,18 +754,18 @@ def letters(*pairs: str) -> list[Example]:
     ],
 )
 def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(pairs, partners):
-    assert data.next_mismatched(letters(*pairs)) == partners
+    assert partners_of(letters(*pairs)) == partners
 
 
 def test_completions_are_compared_after_cutting(tmp_path):
     source = write(tmp_path / "d.jsonl", rated("a", "xyz1"), rated("b", "xyz2"), rated("c", "z"))
-    assert data.next_mismatched(read(source, plain())) == [1, 2, 0]
+    assert partners_of(read(source, plain())) == [1, 2, 0]
     cut = read(source, plain(), max_completion=3)
-    assert data.next_mismatched(cut) == [2, 2, 0], "a and b now say the same"
+    assert partners_of(cut) == [2, 2, 0], "a and b now say the same"
 
 
 def paired(examples: list[Example], room: int = 99) -> Step:
-    return Step(examples, data.next_mismatched_completions(examples), budget=Budget(room=room))
+    return Step(examples, data.next_mismatched_completions(examples), budget=Budget(limit=room))
 
 
 def test_a_step_hands_out_own_and_mismatched_completions():
@@ -771,7 +777,7 @@ def test_a_step_hands_out_own_and_mismatched_completions():
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
     for room, left in ((13, []), (12, [[2]])):
         parts = paired(found, room).parts
-        assert [part.index for part in parts[1:]] == left, (
+        assert [part.indices for part in parts[1:]] == left, (
             "5, 4 and 4 tokens: the longer of the two"
         )
 
@@ -781,8 +787,8 @@ def test_examples_of_one_prompt_stay_together():
     step = paired([example(*x) for x in (a, b, c, d)], room=2 + 2 + 3)
     assert step.parts == [Part([0, 2]), Part([1, 3])]
     found = [example([1, 2, 3, 4, 5], [i, i, i]) for i in range(3)]
-    step = Step(found, budget=Budget(room=5 + 3 + 3))
-    assert sorted(len(part.index) for part in step.parts) == [1, 2], "the prompt counts, too"
+    step = Step(found, budget=Budget(limit=5 + 3 + 3))
+    assert sorted(len(part.indices) for part in step.parts) == [1, 2], "the prompt counts, too"
 
 
 def test_a_step_has_rewards_or_labels_numbers_of_prompts_and_the_records_fields():
@@ -804,7 +810,7 @@ def split(sizes, ranks, size, tokens) -> list[list[Part]]:
     """A pass's micro-batches of each rank, of examples that have a prompt each."""
     groups = [[i] for i in range(len(sizes))]
     budget = Budget(0, ranks, tokens or size, bool(tokens))
-    return data.split_into_parts(groups, sizes if tokens else [1] * len(sizes), budget)
+    return data.split_groups(groups, sizes if tokens else [1] * len(sizes), budget)
 
 
 def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micro_batches():
@@ -814,7 +820,7 @@ def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micr
     for n, ranks, (size, tokens) in product((1, 2, 3, 5, 13, 32), (1, 2, 3, 5), budgets):
         sizes = [rng.randint(1, 40) for _ in range(n)]
         micros = split(sizes, ranks, size, tokens)
-        real = [[m.index for m in mine if not m.filler] for mine in micros]
+        real = [[m.indices for m in mine if not m.filler] for mine in micros]
         assert sorted(chain(*chain(*real))) == list(range(n))
         assert len({len(mine) for mine in micros}) == 1
         assert len(micros[0]) == max(map(len, real)), "no round of fillers only"

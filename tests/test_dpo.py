@@ -137,7 +137,7 @@ def test_a_records_rewards_win_over_the_defaults():
     expected = [(0.2 * 1.5 - 2 * 0.7) ** 2, (0.2 * -2.7 - 2 * 0.9) ** 2]
     assert columns["preference_loss"].tolist() == pytest.approx(expected)
     _, row = by_hand(policy=REF, **args)  # equal models: h = 0
-    assert row["preference_loss"] == pytest.approx(1.8**2) and row["accuracy"] is None
+    assert row["preference_loss"] == pytest.approx(1.8**2) and row["accuracy"] == 0.5
 
 
 COMMON = ("--batch_size=3", "--max_steps=10", "--optim.lr=1e-3", "--dpo.beta=0.3",

@@ -29,10 +29,19 @@ FLOORS = [
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 
 
+def is_for_types(node: ast.AST) -> bool:
+    """Whether the node is `if TYPE_CHECKING:`, whose imports do not run."""
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
     """What those of these nodes import that are import statements."""
+    nodes = list(nodes)
+    never_run = {id(x) for node in nodes if is_for_types(node) for x in node.body}
     names = set()
     for node in nodes:
+        if id(node) in never_run:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -76,27 +85,27 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 3_200,
-    "data.py": 2_400,
+    "checks.py": 3_250,  # that micro-batches have the same columns, which was in trainer.py
+    "data.py": 2_350,
     "dpo.py": 1_100,
-    "evaluation.py": 3_450,  # the export is measured with its matrices rounded at random
+    "evaluation.py": 3_500,  # the export is measured with its matrices rounded at random
     "export.py": 300,
     "generate.py": 1_900,  # a line of a file of answers is compared whole before a command goes on
     "head.py": 1_350,
-    "kto.py": 1_100,
+    "kto.py": 1_020,
     "model.py": 2_550,
-    "objective.py": 750,
+    "objective.py": 700,
     "online.py": 1_250,
-    "packing.py": 1_750,
-    "reference.py": 1_700,
+    "packing.py": 1_600,
+    "reference.py": 1_800,  # the keys of its cache, which were in packing.py
     "report.py": 1_150,
     "rollout.py": 2_350,  # iterations write records that kto.py reads
-    "run.py": 2_000,  # merged adapters are rounded at random
+    "run.py": 2_100,  # the end of a run, which was in trainer.py
     "sampler.py": 2_500,
     "spin.py": 1_150,
     "sweep.py": 650,
-    "trainer.py": 3_650,
-    "infra/": 14_250,  # lists of texts are read by us, so that [no, 10] holds two texts
+    "trainer.py": 2_800,
+    "infra/": 14_350,  # lists of texts are read by us, so that [no, 10] holds two texts
     "models/": 12_850,  # an export writes by the names and types of the files; random rounding
     "records/": 16_250,
     "convert/": 11_350,
