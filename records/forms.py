@@ -401,7 +401,8 @@ def _message(value: object, name: str) -> dict:
         if isinstance(parts, list) and all(_is_text(part) for part in parts):
             message["content"] = "".join(part["text"] for part in parts)
         if role and (isinstance(message.get("content"), str) or "tool_calls" in message):
-            return {"content": None, **message, "role": role}
+            message.setdefault("content", None)
+            return {**message, "role": role}
     raise BadInput(
         f"{name}: expected a string, or messages with a known role and a text; got {value!r:.50}"
     )
