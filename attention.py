@@ -19,11 +19,10 @@ Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 
 from packing import PackedBatch
@@ -266,13 +265,13 @@ class GatherKeys(torch.autograd.Function):
     plain indexing would sort key_I anew in each layer."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_N: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    def forward(ctx: Any, x_N: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         ctx.batch = batch
         return x_N.index_select(0, batch.key_I)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, grad_I: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad_I: torch.Tensor) -> tuple[torch.Tensor, None]:
         batch = ctx.batch
         dtype = grad_I.dtype
         grad_I = grad_I.index_select(0, batch.key_order_I)
@@ -280,7 +279,7 @@ class GatherKeys(torch.autograd.Function):
             # a sum of two numbers is rounded once; a sum of more would be rounded at each addition
             grad_I = grad_I.to(torch.promote_types(dtype, torch.float32))
         offsets = batch.key_order_start_N
-        grad_N = torch.segment_reduce(grad_I, "sum", offsets=offsets, unsafe=True)
+        grad_N = torch.segment_reduce(grad_I, "sum", offsets=offsets, unsafe=True)  # ty: ignore
         return grad_N.to(dtype), None
 
 

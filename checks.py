@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig
@@ -338,7 +338,7 @@ def check_state_dict(objective: Objective) -> dict:
     return state
 
 
-def as_python(x: object) -> object:
+def as_python(x: Any) -> Any:
     """A number of torch or numpy, also one in a tensor or array, as Python's own; all else as it is."""
     n = x.numel() if isinstance(x, torch.Tensor) else getattr(x, "size", None)
     return x.item() if n == 1 else x

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric import Fabric
+from torch import nn
 
 from checks import CHECKER_COLUMNS, as_python
 from data import Step
@@ -91,9 +93,9 @@ def count_by_field(answers: list[Answer], verdicts: list[Verdict | None]) -> dic
 class Evaluator:
     """Samples answers and has them checked. The same weights and settings give the same answers."""
 
-    fabric: object
+    fabric: Fabric
     cfg: RunSettings
-    policy: object
+    policy: nn.Module
     tokenizer: Tokenizer
     examples: list[Example]
     """The examples of data.val; after __post_init__ the first example of each question, in order."""
@@ -125,7 +127,7 @@ class Evaluator:
             )
         return with_answers(examples, answers)
 
-    def judge(self, answers: list[Answer]) -> list[Verdict]:
+    def judge(self, answers: list[Answer]) -> list[Verdict | None]:
         """The checker's verdicts, for whom needs one for each answer. Called on rank 0 alone. Raises BadInput."""
         verdicts = self.verdicts(answers)
         if None in verdicts:

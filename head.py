@@ -3,10 +3,9 @@
 Shape letters: T targets (of a call, of a chunk, or of a block within it), C width of the hidden states, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from infra.devices import multiplies_bfloat16
 
@@ -100,7 +99,7 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         h_TC: torch.Tensor,
         w_VC: torch.Tensor,
         target_T: torch.Tensor,
@@ -143,7 +142,7 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, g_T: torch.Tensor, _: None) -> tuple:
+    def backward(ctx: Any, g_T: torch.Tensor, _: None) -> tuple:
         """g_T: gradient of the loss by the log-probs. The entropy has none."""
         h_TC, w_VC, target_T = ctx.saved_tensors
         nll_g_T1 = -g_T[:, None]  # the gradient of the loss by -logp

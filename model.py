@@ -47,7 +47,7 @@ class Scores(NamedTuple):
     """Keys, values and hidden states of the prompts, if the caller asked for them."""
 
 
-class Packed:
+class Packed(nn.Module):
     """What both implementations do with a PackedBatch or a KVCache (sampler.py). Each adds: config, blocks, embedding,
     lm_head, max_seq_length, hidden."""
 
@@ -209,7 +209,7 @@ FIXED = dict(
 )  # fmt: skip
 
 
-class GPT(Packed, nn.Module):
+class GPT(Packed):
     """GPT-2, or a model of Llama's shape. Its modules have litgpt's names and litgpt's order: the order of
     named_parameters, and in which a new model's weights are drawn.
 

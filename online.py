@@ -12,7 +12,7 @@ begins."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Literal
+from typing import Literal, cast
 
 from jsonargparse.typing import PositiveInt
 
@@ -21,11 +21,12 @@ from evaluation import Checker, as_answers, format_table, with_answers
 from infra.console import run_cli, say
 from infra.optimizer import iteration_plans
 from infra.parse import parse
-from infra.settings import RunSettings, Sampling, refuse_unless
+from infra.settings import RunSettings, refuse_unless
 from kto import KTO, KTOSettings
 from objective import Objective
 from records.examples import Example
 from rollout import (
+    RolloutSettings,
     gap_text,
     iterations,
     policy_answers,
@@ -37,7 +38,7 @@ from trainer import Trainer
 
 
 @dataclass(frozen=True)
-class OnlineSettings(Sampling):
+class OnlineSettings(RolloutSettings):
     """The iterations, and how answers are sampled."""
 
     max_iterations: PositiveInt = 6
@@ -55,9 +56,6 @@ class OnlineSettings(Sampling):
     balance: bool = False
     """Weight the examples of an iteration so that thumbs up and thumbs down count equally, as the KTO paper advises.
     Otherwise a policy that is mostly wrong mainly learns which answers to avoid."""
-    rollout_batch_size: PositiveInt = 512
-    """Prompts answered between two writes to the disk. A resume keeps the answers of whole batches. Random numbers
-    depend on this setting, so another value gives other answers. Set batch_size to save memory."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
     A fork may replace this function, main(rate=f), and make other examples: for instance with a number in `extra`
     that its loss reads. The function is called once per iteration, on rank 0 only, so it must contain no collective,
     such as a forward of a sharded policy. Raises BadInput, Failed."""
-    args = run.cfg.online
+    args = cast(Settings, run.cfg).online
     answered = with_answers(prompts, answers)
     to_judge = as_answers(run.tokenizer, answered, args.stop)
     examples = []
@@ -127,9 +125,9 @@ def balanced(examples: list[Example]) -> list[Example]:
     return weighed
 
 
-def show_ratings(run: Run, i: int, examples: list[Example]) -> None:
+def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> None:
     """Print the iteration's counts and a few of its answers."""
-    answers = as_answers(run.tokenizer, examples, run.cfg.online.stop)
+    answers = as_answers(run.tokenizer, examples, stop)
     rated = [e for e in examples if e.weight > 0]  # the others are dropped
     right = sum(e.label for e in rated)
     cut = sum(a.cut for a in answers)
@@ -194,7 +192,7 @@ def main(
                 repeated += [example] * args.num_generations
             answers = policy_answers(run, i, plan, repeated, args)
             examples = rated_examples(run, i, plan, rate, repeated, answers)
-            show_ratings(run, i, examples)
+            show_ratings(run, i, examples, args.stop)
             if args.balance:
                 examples = balanced(examples)
             if not loop.fit(examples, plan):

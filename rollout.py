@@ -22,13 +22,14 @@ reads, and the examples that the iteration learns from.
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from jsonargparse.typing import PositiveInt
 
 from checks import check_merging
 from data import Step
@@ -45,6 +46,16 @@ from sampler import generate, read_answer
 
 if TYPE_CHECKING:
     from run import Run
+
+
+@dataclass(frozen=True)
+class RolloutSettings(Sampling):
+    """What the settings of spin.py and online.py share."""
+
+    rollout_batch_size: PositiveInt = 512
+    """Prompts answered between two writes to the disk. A resume keeps the answers of whole batches. Random numbers
+    depend on this setting, so another value gives other answers. Set batch_size to save memory."""
+
 
 COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
 
@@ -124,14 +135,13 @@ def export_policy(run: "Run") -> Path:
 
 
 def policy_answers(
-    run: "Run", i: int, plan: Plan, examples: list[Example], args: Sampling
+    run: "Run", i: int, plan: Plan, examples: list[Example], args: RolloutSettings
 ) -> list[list[int]]:
     """The policy's answers to the prompts of `examples` in iteration i, as token ids. Sets run.engine_gap.
 
     They are written after each rollout batch. A resume takes the batches that a killed process has
-    written, if policy, prompts and sampling are the same. args: a Sampling with a
-    rollout_batch_size. Raises BadInput; Failed where the engine's log-probs are too far from the policy's;
-    and Interrupted where a signal comes first.
+    written, if policy, prompts and sampling are the same. Raises BadInput; Failed if the engine's log-probs are too
+    far from the policy's; and Interrupted after a signal.
     """
     file = iteration_file(run, "answers", i)
     size = args.rollout_batch_size
@@ -287,7 +297,7 @@ def check_scorable(
     )
 
 
-def check_rated(where: str, example: object) -> None:
+def check_rated(where: str, example: Any) -> None:
     """Refuse, before it is written, what a fork's `rate` has made of an answer and no step can learn from."""
     refuse_unless(
         isinstance(example, Example), f"{where}: expected an Example, got {example!r:.60}"

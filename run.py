@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.wrappers import _FabricOptimizer
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -103,7 +104,7 @@ class Run:
     reference: Reference | None
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
-    optimizer: torch.optim.Optimizer
+    optimizer: _FabricOptimizer
     """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
     state: RunState
     """What a checkpoint saves besides tensors. `step` is changed by Trainer.train_step, the best step

@@ -25,11 +25,12 @@ from infra.devices import to_device
 from infra.files import read_lines
 from infra.optimizer import iteration_plans
 from infra.parse import parse
-from infra.settings import IdleRule, RunSettings, Sampling, refuse_unless
+from infra.settings import IdleRule, RunSettings, refuse_unless
 from objective import Objective, Z
 from records.examples import Example
 from rollout import (
     LOST,
+    RolloutSettings,
     gap_text,
     iteration_file,
     iterations,
@@ -41,7 +42,7 @@ from trainer import Trainer
 
 
 @dataclass(frozen=True)
-class SPINSettings(Sampling):
+class SPINSettings(RolloutSettings):
     """The iterations, and how answers are sampled."""
 
     max_iterations: PositiveInt = 3
@@ -51,9 +52,6 @@ class SPINSettings(Sampling):
     mix: ClosedUnitInterval = 0.0
     """Add this fraction of the last iteration's answers to an iteration's own; 1.0, the paper's
     practice, adds all."""
-    rollout_batch_size: PositiveInt = 512
-    """Prompts answered between two writes to the disk. A resume keeps the answers of whole batches. Random numbers
-    depend on this setting, so another value gives other answers. Set batch_size to save memory."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the demonstrations."""
     average_logps: bool = False
@@ -119,11 +117,10 @@ class SPIN(DPO):
         return kind.metrics(self, columns, z)
 
 
-def make_pairs(run: Run, i: int, answers: list[list[int]]) -> list[Example]:
+def make_pairs(run: Run, i: int, answers: list[list[int]], mix: float) -> list[Example]:
     """Pair the demonstrations with the policy's answers. A share `mix` of them is also paired with the answers of the
     last iteration."""
     demonstrations = run.examples["train"]
-    mix = run.cfg.spin.mix
     pairs = list(zip(demonstrations, answers))
     if i > 1 and mix:
         file = iteration_file(run, "answers", i - 1)
@@ -172,7 +169,7 @@ def main(
         plans = iteration_plans(cfg, [n] + [with_mixed] * (cfg.spin.max_iterations - 1))
         for i, plan in iterations(run, plans, moving_reference=True):
             answers = policy_answers(run, i, plan, demonstrations, cfg.spin)
-            pairs = make_pairs(run, i, answers)
+            pairs = make_pairs(run, i, answers, cfg.spin.mix)
             show_pairs(run, i, betas[i - 1], pairs)
             run.use_objective(objective(cfg.spin, betas[i - 1]))
             if not loop.fit(pairs, plan):

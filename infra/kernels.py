@@ -1,8 +1,9 @@
 """Functions with a backward of our own, where autograd's would take more time or memory."""
 
+from typing import Any
+
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 
 class RMSNorm(torch.autograd.Function):
@@ -10,18 +11,14 @@ class RMSNorm(torch.autograd.Function):
     kernel; on a CPU torch has none for the backward, which is the formula then."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         y, inverse_rms = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: FunctionCtx, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
         try:
@@ -47,7 +44,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor
+        ctx: Any, x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor
     ) -> torch.Tensor:
         """x: (R, heads, Q, D)"""
         ctx.save_for_backward(cos_RQD, sin_RQD)
@@ -55,7 +52,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos_RQD, sin_RQD = ctx.saved_tensors
         return rotate(grad, cos_RQD, -sin_RQD), None, None
 
@@ -77,13 +74,13 @@ class SwiGLU(torch.autograd.Function):
     wide as the MLP, for each layer beside gate, up and the product."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         return nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, nn.functional.silu(gate).mul_(grad)

@@ -490,7 +490,7 @@ def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Exam
         for ids in example.completions:
             # the last two: a template may write a newline behind an answer's end
             last_ids.update(ids[-2:].tolist())
-    w_VC = policy.lm_head.weight
+    w_VC = policy.lm_head.weight  # ty: ignore
     for i in sorted(last_ids.intersection(tokenizer.stops)):
         # Such a row is 0, or equal to those of the other tokens that were never trained. Equal rows may have been
         # rounded to neighbours in bfloat16. Their first columns are enough to compare.

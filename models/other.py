@@ -58,7 +58,7 @@ def replace_attention(hf: transformers.PreTrainedModel) -> None:
     hf.set_attn_implementation(ATTENTION)
 
 
-class TransformersGPT(Packed, nn.Module):
+class TransformersGPT(Packed):
     """transformers' decoder and head with our attention. Other parts of transformers' model, such as a
     vision tower, stay out."""
 

@@ -36,7 +36,8 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
             )
         sizes = old.in_features, old.out_features
         new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
-        new.weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new).to(device)
+        weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new)  # ty: ignore
+        new.weight = weight.to(device)
         new.bias = old.bias
         # autocast casts the inputs of nn.Linear, but not of bitsandbytes' layers
         new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))

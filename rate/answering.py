@@ -10,18 +10,22 @@ import secrets
 import threading
 import urllib.error
 from http.client import HTTPException
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from generate import AskedModel
 from infra.console import BadInput, Failed, user_error
 from infra.server import Server, read_reply
-from infra.settings import Sampling, refuse_unless
+from infra.settings import refuse_unless
 from records.forms import Record, as_turns
+
+if TYPE_CHECKING:
+    from rate.__main__ import RateSettings
 
 
 class OwnModel(AskedModel):
-    def __init__(self, args: Sampling):
-        """args: the settings of __main__.py. Raises BadInput."""
+    def __init__(self, args: "RateSettings"):
+        """Raises BadInput."""
         super().__init__(args.model, args.plain, args.chat_template_kwargs)
         self.args = args
         self.name = args.model
@@ -51,8 +55,8 @@ class OwnModel(AskedModel):
 class OtherServer:
     chat = True
 
-    def __init__(self, args: Sampling):
-        """args: the settings of __main__.py. Raises BadInput."""
+    def __init__(self, args: "RateSettings"):
+        """Raises BadInput."""
         self.args = args
         refuse_unless(
             urlsplit(args.server).scheme in ("http", "https"),

@@ -99,7 +99,7 @@ BUDGETS = {
     "packing.py": 1_600,
     "reference.py": 1_800,  # the keys of its cache, which were in packing.py
     "report.py": 1_150,
-    "rollout.py": 2_350,  # iterations write records that kto.py reads
+    "rollout.py": 2_400,  # the setting that spin.py and online.py share
     "run.py": 2_100,  # the end of a run, which was in trainer.py
     "sampler.py": 2_500,
     "spin.py": 1_150,
