@@ -170,6 +170,35 @@ def export(
     model.Packed. notes: more files, {name: text}. dtype: see export_types. seed: of the rounding. `weights` is
     empty afterwards, so that a large model need not be in memory twice. Raises BadInput."""
     types = export_types(source, next(iter(weights.values())).dtype, dtype)
+    tensors = _tensors_of_files(source, rows, weights, types, seed, adapters)
+    numbers_of = Counter()
+    for x in tensors.values():
+        numbers_of[x.dtype] += x.numel()
+    _write_weights(tensors, out)
+    for file in source.files:
+        copy_text(file, out / file.name)
+    _say_type_in_config(out / "config.json", numbers_of)
+    templates = source.tokenizer / "additional_chat_templates"
+    if templates.exists():
+        (out / templates.name).mkdir()  # not copytree, which also copies modes
+        for file in templates.iterdir():
+            copy_text(file, out / templates.name / file.name)
+    for name, text in notes.items():
+        (out / name).write_text(text)
+    if "chat_template.jinja" in notes:
+        _say_template_in_config(out / "tokenizer_config.json", notes["chat_template.jinja"])
+
+
+def _tensors_of_files(
+    source: Source,
+    rows: dict[str, Rows],
+    weights: dict[str, torch.Tensor],
+    types: dict[str, torch.dtype],
+    seed: int,
+    adapters: Mapping[str, Adapter],
+) -> dict[str, torch.Tensor]:
+    """What an export writes, by the names and in the types of the files. See export, for which `weights` becomes
+    empty."""
     with torch.device("meta"):
         shell = transformers.AutoModelForCausalLM.from_config(read_config(source))
     name_of = names_in_model(shell, types)
@@ -193,27 +222,12 @@ def export(
         tensors[name] = round_at_random(x, widest(types_of_parts), name, seed)
     tensors = revert_weight_conversion(shell, tensors)
     # What is not ours stays the same: constants, a vision tower, layers that predict more tokens at once.
-    ours = {*rows, *(r.name for r in rows.values())}  # the files of litgpt have our names
-    ours -= dict(shell.named_buffers()).keys()
-    tensors |= read_weights(source.root, [x for x in types if name_of[x] not in ours])
+    our_names = {*rows, *(r.name for r in rows.values())}  # the files of litgpt have our names
+    our_names -= dict(shell.named_buffers()).keys()
+    tensors |= read_weights(source.root, [x for x in types if name_of[x] not in our_names])
     for name, x in tensors.items():
         tensors[name] = round_at_random(x, types.get(name, x.dtype), name, seed)
-    numbers_of = Counter()
-    for x in tensors.values():
-        numbers_of[x.dtype] += x.numel()
-    _write_weights(tensors, out)
-    for file in source.files:
-        copy_text(file, out / file.name)
-    _say_type_in_config(out / "config.json", numbers_of)
-    templates = source.tokenizer / "additional_chat_templates"
-    if templates.exists():
-        (out / templates.name).mkdir()  # not copytree, which also copies modes
-        for file in templates.iterdir():
-            copy_text(file, out / templates.name / file.name)
-    for name, text in notes.items():
-        (out / name).write_text(text)
-    if "chat_template.jinja" in notes:
-        _say_template_in_config(out / "tokenizer_config.json", notes["chat_template.jinja"])
+    return tensors
 
 
 def copy_text(file: Path, copy: Path) -> None:

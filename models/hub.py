@@ -133,24 +133,7 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
                 f"{what}: {name}: a run without a `final` folder: resume it, or name one of its checkpoints"
             )
     if not folder.is_dir():
-        wanted = ["*.json", "*.jinja", "*.txt", "*.py", "tokenizer.model", "README.md"]
-        if weights:
-            wanted.append("*.safetensors")
-        # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
-        unwanted = [
-            "consolidated*",
-            "*/*.json",
-            "*/*.txt",
-            "*/*.py",
-            "*/*.model",
-            "*/*.safetensors",
-        ]
-        with user_error(
-            f"{what}: {name}: no such folder here, and not fetched from huggingface.co; without a network, "
-            "download it elsewhere and give the folder that holds config.json and model.safetensors"
-        ):
-            download = huggingface_hub.snapshot_download
-            folder = Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
+        folder = _download(name, what, weights)
     base = base_name(folder)
     if (folder / "adapter_config.json").exists():
         is_other = base and find_path(base).resolve() != folder.resolve()
@@ -165,11 +148,11 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         )
     elif weights and not base:
         # now, not after the records are read
-        refuse_unless(
-            not QUANTISED.search((folder / "config.json").read_text()),
-            f"{what}: {name}: config.json has a quantization_config: the weights are quantised, and only weights in "
-            "16 or 32 bits are read; name the same model in bfloat16 (--lora.quantize nf4 holds it in 4 bits)",
-        )
+        if QUANTISED.search((folder / "config.json").read_text()):
+            raise BadInput(
+                f"{what}: {name}: config.json has a quantization_config: the weights are quantised, and only weights "
+                "in 16 or 32 bits are read; name the same model in bfloat16 (--lora.quantize nf4 holds it in 4 bits)"
+            )
         if not (folder / "lit_model.pth").exists():
             weight_files(folder)
     if not base:
@@ -177,6 +160,28 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     if (folder / "adapter_config.json").exists():
         what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
     return Source(folder, find_model(base, what, weights))
+
+
+def _download(name: str, what: str, weights: bool) -> Path:
+    """The folder of a model of the Hub. See find_model."""
+    wanted = ["*.json", "*.jinja", "*.txt", "*.py", "tokenizer.model", "README.md"]
+    if weights:
+        wanted.append("*.safetensors")
+    # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
+    unwanted = [
+        "consolidated*",
+        "*/*.json",
+        "*/*.txt",
+        "*/*.py",
+        "*/*.model",
+        "*/*.safetensors",
+    ]
+    with user_error(
+        f"{what}: {name}: no such folder here, and not fetched from huggingface.co; without a network, "
+        "download it elsewhere and give the folder that holds config.json and model.safetensors"
+    ):
+        download = huggingface_hub.snapshot_download
+        return Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
 
 
 def base_name(folder: Path) -> str | None:
@@ -372,11 +377,12 @@ def stored_types(folder: Path) -> dict[str, torch.dtype]:
 
 def read_weights(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
     """These weights, by their names in the files of a Hugging Face folder."""
-    found = {}
+    tensors = {}
     for file in weight_files(folder) if names else []:
         with safe_open(file, "pt") as weights:
-            found |= {name: weights.get_tensor(name) for name in weights.keys() if name in names}
-    return found
+            for name in set(names).intersection(weights.keys()):
+                tensors[name] = weights.get_tensor(name)
+    return tensors
 
 
 def names_in_model(hf: transformers.PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
@@ -385,12 +391,13 @@ def names_in_model(hf: transformers.PreTrainedModel, names: Iterable[str]) -> di
     conversions = get_model_conversion_mapping(hf)
     renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
     converters = [x for x in conversions if isinstance(x, WeightConverter)]
-    own = hf.state_dict()
-    found = {}
+    tensors = hf.state_dict()
+    name_of = {}
     for name in names:
-        new, _ = rename_source_key(name, renamings, converters, hf.base_model_prefix, own)
-        found[name] = name if name in own and new not in own else new
-    return found
+        new_name, _ = rename_source_key(name, renamings, converters, hf.base_model_prefix, tensors)
+        is_unchanged = name in tensors and new_name not in tensors
+        name_of[name] = name if is_unchanged else new_name
+    return name_of
 
 
 def _unused_weights(text: transformers.PretrainedConfig) -> re.Pattern:
