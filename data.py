@@ -6,8 +6,8 @@ Reading order: the examples of a step (step_examples); mismatched pairs; Step; M
 split of a step (split_step). packing.py packs the tokens of a micro-batch. records/examples.py makes examples from
 the records of a file.
 
-Words of a split: a group is a list of examples with one prompt that stay together. A part is the examples of a
-micro-batch, as indices. A micro-batch is a part with its packed tokens.
+Words of a split: a group is a list of examples with one prompt that stay together. A part has the indices of a
+micro-batch's examples. A micro-batch is a part with its packed tokens.
 
 Shape letters: G examples of a step, over all ranks; B of a micro-batch; K completions of an example; n mismatched
 pairs of a step.
@@ -84,9 +84,8 @@ def made_ahead(items: Iterator) -> Iterator:
 
 
 def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
-    """Pair each example with the next one, in circular order, that has another prompt and another completion. Returns
-    for each example the completion of the other one, or None if there is no such example. A pair of a chosen and a
-    rejected completion counts by the chosen one.
+    """For each example the completion of the next example, in circular order, that has another prompt and another
+    completion. None if there is no such example. The chosen completion represents an example that has two.
 
     A shift by one is not enough. Two ratings of one prompt often follow each other, and then the mismatched
     completion could be the example's own one."""
@@ -95,9 +94,8 @@ def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | No
     G = len(examples)
     mismatched: list[np.ndarray | None] = [None] * G
     if len(set(prompts)) == 1 or len(set(completions)) == 1:
-        return (
-            mismatched  # a shortcut: the search below would compare every example with all others
-        )
+        # The search below would find nothing, but compare every example with all others.
+        return mismatched
     for i in range(G):
         for distance in range(1, G):
             j = (i + distance) % G
@@ -356,8 +354,8 @@ def balanced(sizes: list[int], ranks: int) -> list[list[int]]:
 def fill(
     items: Sequence[int], sizes: list[int], limit: int, keeps_order: bool = False
 ) -> list[list[int]]:
-    """Bin packing: put each item i, of size sizes[i], into the first bin with enough space, or into a new bin. An item
-    larger than the limit is alone in its bin. keeps_order: only the last bin or a new one."""
+    """Bin packing: put each item i, of size sizes[i], into the first bin with enough space, or into a new bin. An
+    item larger than the limit is alone in its bin. keeps_order: only the last bin or a new one."""
     bins: list[list[int]] = []
     spaces: list[int] = []  # what each bin can still take
     for i in items:

@@ -301,18 +301,18 @@ def validate(loop: "Trainer", plan: Plan) -> bool:
     """Write a row of val.csv, samples, and the checker's accuracy; after the run's last step they are those of
     the weights that are exported. -> whether the row is the best so far by keep_best"""
     run = loop.run
-    done = run.state.step
+    step_number = run.state.step
     if not run.examples["val"]:
         return False
     run.state.unvalidated = True
-    is_rounded = done == plan.total and export_rounds(run)
+    is_rounded = step_number == plan.total and export_rounds(run)
     # Saved before the checker is asked, because it may be slow and may fail. A resume validates again.
-    save_is_due = done == plan.end or is_due(done, run.cfg.save_interval, plan)
-    is_saved = done > 0 and (save_is_due or check_is_due(run, plan))
+    save_is_due = step_number == plan.end or is_due(step_number, run.cfg.save_interval, plan)
+    is_saved = step_number > 0 and (save_is_due or check_is_due(run, plan))
     if is_saved:
         run.save()
     if is_rounded:
-        export_step(run, "final", done)
+        export_step(run, "final", step_number)
         trained = row_of(loop, run.examples["val"], "validation")
         with exported_weights(run, "final"):
             row, samples = validation_row(loop, plan)
@@ -322,9 +322,9 @@ def validate(loop: "Trainer", plan: Plan) -> bool:
     run.state.unvalidated = False
     column = run.cfg.keep_best
     is_best = run.state.remember_if_best(row, column)
-    if done > 0 and column and row[column] is None and column not in CHECKER_COLUMNS:
-        say(f"keep_best: {column} has no value at step {done}, which cannot be the best")
-    run.logger.validation(done, row, samples)
+    if step_number > 0 and column and row[column] is None and column not in CHECKER_COLUMNS:
+        say(f"keep_best: {column} has no value at step {step_number}, which cannot be the best")
+    run.logger.validation(step_number, row, samples)
     if is_saved:
         run.save_state()
     return is_best
@@ -332,22 +332,22 @@ def validate(loop: "Trainer", plan: Plan) -> bool:
 
 def check_is_due(run: "Run", plan: Plan) -> bool:
     """Whether the checker judges answers after this step."""
-    done = run.state.step
+    step_number = run.state.step
     if run.evaluator.checker is None:
         return False
-    return done == 0 or is_due(done, run.cfg.eval.check_interval, plan)
+    return step_number == 0 or is_due(step_number, run.cfg.eval.check_interval, plan)
 
 
 def validation_row(loop: "Trainer", plan: Plan) -> tuple[dict, list[dict]]:
     """-> a row of val.csv, and samples. A collective."""
     run = loop.run
-    done = run.state.step
+    step_number = run.state.step
     row = row_of(loop, run.examples["val"], "validation")
     answered: list[Example] = []
     if run.evaluator.checker:
         share = kl_own = None
         if check_is_due(run, plan):
-            share, answered = run.evaluator.accuracy(done)
+            share, answered = run.evaluator.accuracy(step_number)
             kl_own = own_kl(loop, answered)
         row = join_columns(row, {"checker_accuracy": share, "kl/own": kl_own})
     return row, run.evaluator.samples(answered)

@@ -59,9 +59,7 @@ class Trainer:
         By default the examples are data.train, and the plan is that of the whole run. A second fit must be given a
         plan."""
         run = self.run
-        assert plan or run.last_step == 0, (
-            "fit: the default plan has ended: a second fit needs a plan"
-        )
+        assert plan or run.last_step == 0, "fit: a second fit needs a plan of its own"
         examples = run.examples["train"] if examples is None else examples
         plan = plan or run_plan(run.cfg, len(examples))
         run.last_step = plan.total
@@ -73,10 +71,8 @@ class Trainer:
             val_is_due = is_due(step_number, run.cfg.val_interval, plan)
             if val_is_due or evaluation.check_is_due(run, plan):
                 is_best = evaluation.validate(self, plan)
-            save_is_due = step_number == plan.end or is_due(
-                step_number, run.cfg.save_interval, plan
-            )
-            if is_best or save_is_due:
+            save_is_due = is_due(step_number, run.cfg.save_interval, plan)
+            if is_best or save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
             reason = run.stop.reason or ("stop_at" if step_number == run.cfg.stop_at else "")
             if reason and step_number < plan.total:
@@ -94,7 +90,8 @@ class Trainer:
         seed_for_forks(run.fabric, run.cfg.seed, step_number)
         run.policy.train()  # everywhere else the policy is in eval mode
         # The first step is slow and comes before any row, so it soon shows that the run is alive.
-        with self.progress(f"step {step_number}", step, silent=5 if self.is_first_step else 60):
+        silent = 5 if self.is_first_step else 60  # seconds
+        with self.progress(f"step {step_number}", step, silent):
             columns, z = self.gradient(step, micro_batches, entropy=row_is_due)
         run.policy.eval()
         if self.is_first_step:
@@ -124,8 +121,7 @@ class Trainer:
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """The steps to come, with this rank's packed micro-batches. A thread packs the next step while a step runs.
-        An objective with its own `mismatched_completions` turns this off, because these may depend on the last
-        step."""
+        It does not if the objective overrides `mismatched_completions`, because these may depend on the last step."""
         run = self.run
         steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
         packed = ((step, list(step)) for step in steps)
@@ -327,10 +323,8 @@ class Trainer:
 
     def metrics_row(self, columns: Columns, z: Z) -> dict[str, float | None]:
         """A row of the objective's metrics. All tensors are on the CPU. Raises BadInput and Failed."""
+        copies = {name: x.clone() for name, x in columns.items()}  # metrics may change them
         with user_code("metrics"):
-            copies = {
-                name: x.clone() for name, x in columns.items()
-            }  # metrics may change them in place
             return checks.check_row(self.run.objective.metrics(copies, z))
 
     def optimizer_step(self, plan: Plan) -> float:
