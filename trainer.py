@@ -45,6 +45,7 @@ class Trainer:
     def __init__(self, run: Run):
         self.run = run
         self.is_first_step = True  # of this process: the first step says more
+        self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
     def __enter__(self) -> "Trainer":
         return self
@@ -97,8 +98,9 @@ class Trainer:
         if self.is_first_step:
             checks.say_without_gradient(run.policy.module.unique_parameters())
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
-        columns, z = on_cpu(columns, z)
-        grad_norm = grad_norm.item()
+        # one copy to the CPU, because each makes the host wait for the device
+        columns, z = on_cpu(columns | {"grad_norm": grad_norm}, z)
+        grad_norm = columns.pop("grad_norm").item()
         run.stop.agree(run.fabric.device)  # a collective, cheap here because the device is idle
         checks.check_finite(step, columns["loss"], z, grad_norm, step_number)
         loop_columns = {name: columns.pop(name) for name in LOOP_COLUMNS if name in columns}
@@ -313,7 +315,12 @@ class Trainer:
 
     def columns_of_all_ranks(self, columns_G: Columns) -> Columns:
         """Sum the columns over ranks. On each rank the examples of the other ranks are 0."""
-        names = self.run.fabric.broadcast(list(columns_G))  # in the order of rank 0
+        run = self.run
+        # Rank 0 gives the order. One broadcast for each kind of step, because it makes the host wait.
+        kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
+        if kind not in self.column_names:
+            self.column_names[kind] = run.fabric.broadcast(list(columns_G))
+        names = self.column_names[kind]
         checks.check_same_columns(columns_G, names)
         matrix = torch.stack([columns_G[name] for name in names])
         all_reduce(matrix)
