@@ -170,15 +170,18 @@ def init(**settings):
 """
 
 
-def test_a_tracker_that_fails_is_said_once_and_left_out(forks, whole, tmp_path, tiny, ratings):
+def test_a_tracker_that_fails_is_said_once_and_left_out(
+    forks, tmp_path, tiny, ratings, monkeypatch
+):
     out = tmp_path / "run"
     (tmp_path / "wandb.py").write_text(TRACKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)  # another test may have loaded the real one
 
     given = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
     given += [f"--out_dir={out}", *COMMON, *SETTINGS["kto"], "--logger=wandb", "--eval.samples=0"]
-    sys.path.insert(0, str(tmp_path))
     ((code, said, stderr),) = forks("kto", 1, out, *given)
-    sys.path.remove(str(tmp_path))
     assert (code, stderr) == (0, "")
     (line,) = [line for line in said.splitlines() if line.startswith("logger: wandb")]
     assert line.endswith(
