@@ -16,10 +16,11 @@ import re
 import threading
 import time
 import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +29,6 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 import online
 from evaluation import Answer
 from infra.console import BadInput, Failed, advance, progress, run_cli, say, user_error
-from infra.server import Server, read_reply
 from infra.settings import free, refuse_unless
 from trainer import Trainer
 
@@ -44,6 +44,52 @@ Is the answer right? Think in a sentence or two. Then end with a line that is YE
 SIGNS = r"(?:[\W_]|\\\w+|</?\w+>)*"
 VERDICT = re.compile(rf"(?:.*:)?{SIGNS}(yes|no){SIGNS}")
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+
+
+# ---- a server ------------------------------------------------------------------------------------
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_):
+        """A redirect is an error: it could take the key to another server."""
+
+
+class Server:
+    """Where a server is, and the key that it gets with each request."""
+
+    def __init__(self, address: str, key: str | None):
+        """address: `http://HOST:PORT`, which gets /v1, or with a path, such as /v1beta/openai. key: None sends none."""
+        self.url = address.rstrip("/")
+        place = urlsplit(self.url)
+        if not place.path:
+            self.url += "/v1"
+        self.headers = {"Content-Type": "application/json"}
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
+        # a proxy of the environment is for the Internet, and would get the key and the texts
+        proxies = {} if place.hostname in THIS_MACHINE else None  # None: those of the environment
+        proxy_handler = urllib.request.ProxyHandler(proxies)
+        self.opener = urllib.request.build_opener(NoRedirect, proxy_handler)
+
+    def open(self, path: str, body: str, timeout: float) -> HTTPResponse:
+        """The reply to a POST of this JSON. timeout: seconds. Raises OSError and HTTPException. A reply that is no
+        success, or that names another address, raises HTTPError, which is an OSError."""
+        request = urllib.request.Request(self.url + path, body.encode(), self.headers)
+        return self.opener.open(request, timeout=timeout)
+
+
+def read_reply(reply: dict) -> tuple[str, bool]:
+    """The text of the first choice, and whether it was cut at the longest length. Raises LookupError, TypeError or
+    AttributeError where there is none."""
+    choice = reply["choices"][0]
+    text = choice["message"]["content"] or ""
+    if isinstance(text, list):  # Mistral's form: parts of text and of thoughts
+        text = "".join(part["text"] for part in text if part["type"] == "text")
+    return text, choice.get("finish_reason") == "length"
+
+
+# ---- the judge -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,8 +194,7 @@ class Judge:
             try:
                 with self.server.open("/chat/completions", body, self.args.timeout) as reply:
                     words = reply.read()
-                said = read_reply(json.loads(words))
-                return said.text, said.cut
+                return read_reply(json.loads(words))
             except urllib.error.HTTPError as e:
                 fault = f"{e.code} {e.reason}: {e.read(300).decode(errors='replace')!r}"
                 if e.code != 429 and e.code < 500:

@@ -2,11 +2,10 @@
 
     python -m rate --model out/<run>                           # a chat
     python -m rate --model out/<run> --prompts prompts.jsonl   # one prompt of a file after the other, by keys
-    python -m rate --server http://127.0.0.1:8000              # a model behind an OpenAI-compatible server
 
 The thumbs are in ratings.jsonl, which kto.py reads. This file is the whole state: it is read and written anew for each
-thumb. So a killed server loses no thumb, and a page that is still open goes on with the next server. The page shows the
-command that trains on the thumbs.
+thumb. So a killed server loses no thumb, and an open page continues with the next server. The page shows the command
+that trains on the thumbs. For a model behind a server use Open WebUI, and convert its export (docs/convert.md).
 """
 
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from pathlib import Path
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from checks import sampling_faults
-from generate import read_prompts
+from generate import AskedModel, read_prompts
 from infra.console import BadInput, command_line, run_cli, say
 from infra.parse import parse_command
 from infra.settings import GREEDY, LocalPath, Sampling, idle_settings
-from rate.answering import OtherServer, OwnModel
 from rate.desk import Desk
 from rate.ratings import Ratings
 from rate.server import RateServer
@@ -29,14 +27,10 @@ from rate.server import RateServer
 class RateSettings(Sampling):
     """python -m rate --model out/<run> opens a page on which a person rates the model's answers."""
 
-    model: str | None = None
-    """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes. With --server: the model's
-    name there; default: the first one that the server lists."""
-    server: str | None = None
-    """The address of an OpenAI-compatible server that answers instead of a model here, such as
-    http://127.0.0.1:8000, or that of its API, such as https://HOST/v1beta/openai. A key is read from OPENAI_API_KEY."""
+    model: str
+    """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes."""
     ratings: LocalPath = "ratings.jsonl"
-    """The file with the thumbs. Its records are read first; it is made if it is not there."""
+    """The file with the thumbs. Its records are read first. If the file does not exist, it is created."""
     prompts: str | None = None
     """Records whose prompts are shown one after the other, in any form that online.py reads. Prompts that have
     a rating are left out. Default: a chat."""
@@ -56,8 +50,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_command(RateSettings, __doc__, command_line()[1:] if argv is None else argv)
     faults = sampling_faults(args)
     faults += idle_settings(args, [(args.temperature == 0, "top_p", GREEDY)])
-    if not args.model and not args.server:
-        faults.append("model: missing: --model, or --server for one elsewhere")
     file = Path(args.ratings).expanduser()
     if file.suffix != ".jsonl" or not file.absolute().parent.is_dir():
         faults.append(f"ratings: {file}: expected a .jsonl file in a folder that exists")
@@ -66,21 +58,16 @@ def main(argv: list[str] | None = None) -> None:
     ratings = Ratings(file)
     ratings.read()  # a bad line is refused before a model is loaded
     server = RateServer(args.port)  # and so is a port that is taken
-    model = OtherServer(args) if args.server else OwnModel(args)
+    model = AskedModel(args.model, args.plain, args.chat_template_kwargs)
     prompts = read_prompts(args.prompts, model.asked) if args.prompts else {}
-    desk = server.desk = Desk(model, ratings, list(prompts.values()))
+    desk = server.desk = Desk(args.model, model, args, ratings, list(prompts.values()))
     say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {file}")
-    up, down = ratings.count()
-    if up or down:
-        say(
-            f"it has {up} up and {down} down already; a run renders all records of a file alike (docs/data.md)"
-        )
     try:
         server.serve_forever()
     except KeyboardInterrupt:
         pass
     finally:
-        model.close()
+        desk.close()
         server.server_close()
     counts = desk.counts()
     say(f"{counts['up']} up, {counts['down']} down in {file}")

@@ -1,4 +1,4 @@
-"""What the page may ask: its state, an answer, the thumb that an answer has, a new thumb.
+"""What the page may ask: its state, an answer, a new thumb.
 
 A request has the fields of a record, or the record as the text of JSON that the page got with a card or an answer. A
 browser would round whole numbers of more than 53 bits, so it does not read this text.
@@ -6,11 +6,15 @@ browser would round whole numbers of more than 53 bits, so it does not read this
 
 import json
 import os
+import secrets
 import shlex
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.settings import ROOT, refuse_unless
-from rate.answering import OtherServer, OwnModel
+from generate import AskedModel
+from infra.console import Failed
+from infra.settings import ROOT, Sampling, refuse_unless
 from rate.ratings import Ratings
 from records.answer import answer_fields, fields_of_prompt, prompt_key
 from records.forms import Record, content_of, understand_record
@@ -18,11 +22,17 @@ from records.forms import Record, content_of, understand_record
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
 
 
+@dataclass
 class Desk:
-    def __init__(self, model: OwnModel | OtherServer, ratings: Ratings, prompts: list[Record]):
-        self.model = model
-        self.ratings = ratings
-        self.prompts = prompts
+    name: str
+    """The model's, as its user gave it."""
+    model: AskedModel
+    sampling: Sampling
+    ratings: Ratings
+    prompts: list[Record]
+    answering: threading.Lock = field(default_factory=threading.Lock)
+    """One answer at a time."""
+    is_closed: bool = False
 
     def state(self) -> dict:
         """What the page shows: the mode (chat or cards), whether the model has a chat template (chat), the prompts
@@ -37,43 +47,56 @@ class Desk:
             if key not in rated:
                 text = json.dumps(fields_of_prompt(record))
                 cards.append({"id": i, "prompt": record.prompt, "record": text})
-        mode = "cards" if self.prompts else "chat"
-        about = {"mode": mode, "model": self.model.name, "chat": self.model.chat, "cards": cards}
-        return about | self.counts()
+        return {
+            "mode": "cards" if self.prompts else "chat",
+            "model": self.name,
+            "chat": self.model.by_template,
+            "cards": cards,
+            **self.counts(),
+        }
 
     def counts(self) -> dict:
-        up, down = self.ratings.count()
-        note, command = training_advice(self.model.name, self.ratings.file, up, down)
-        return {"up": up, "down": down, "note": note, "command": command}
+        """The numbers of thumbs, and the command that trains on them, once there are enough."""
+        labels = [thumb.record.label for thumb in self.ratings.read().values()]
+        up, down = labels.count(True), labels.count(False)
+        command = ""
+        if up and down and up + down >= FEWEST:
+            words = training_command(self.name, self.ratings.file, up, down)
+            command = shlex.join(words)
+        return {"up": up, "down": down, "command": command}
 
     def answer(self, request: dict) -> dict:
-        """One more answer, whose it is, its record, and its thumb if this very answer has one already."""
+        """One more answer, whose it is, and its record. Raises BadInput for a prompt that does not fit, and Failed when
+        the program ends."""
         record = self.model.asked(understand_record(fields_of(request), "prompts"))
-        text, cut = self.model.answer(record)
-        line = fields_of_prompt(record) | answer_fields(text, cut)
-        label = self.ratings.label(line)
-        about = {"text": text, "cut": cut, "label": label, "model": self.model.name}
-        return about | {"record": json.dumps(line)}
+        ids = self.model.encode(record, advice=": begin a new chat")
+        seed = secrets.randbelow(2**31)
+        with self.answering:
+            answers = self.model.answers([ids], self.sampling, seed, self.check_open)
+        text, cut = answers[0]
+        line = json.dumps(fields_of_prompt(record) | answer_fields(text, cut))
+        return {"text": text, "cut": cut, "model": self.name, "record": line}
 
-    def label(self, request: dict) -> dict:
-        """The thumb that this answer has; null: none."""
-        return {"label": self.ratings.label(self.line_of(request))}
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise Failed("python -m rate was stopped.")
+
+    def close(self) -> None:
+        """End the answer that the model is writing."""
+        self.is_closed = True
+        with self.answering:
+            pass
 
     def rate(self, request: dict) -> dict:
+        """A new thumb on an answer; null withdraws it. Raises BadInput."""
         label = request.get("label", "missing")
         refuse_unless(
             label in (True, False, None), f"label: expected true, false or null, got {label!r:.50}"
         )
-        self.ratings.set(self.line_of(request), label)
-        return self.counts()
-
-    def line_of(self, request: dict) -> dict:
-        """The line of an answer, without its label. Raises BadInput."""
         record = understand_record(fields_of(request) | {"label": True}, "rated")
-        completion = content_of(record.completions[0])
-        return fields_of_prompt(self.model.asked(record)) | answer_fields(
-            completion, bool(record.cut)
-        )
+        answer = answer_fields(content_of(record.completions[0]), bool(record.cut))
+        self.ratings.set(fields_of_prompt(self.model.asked(record)) | answer, label)
+        return self.counts()
 
 
 def fields_of(request: dict) -> dict:
@@ -82,38 +105,25 @@ def fields_of(request: dict) -> dict:
 
 
 def key_of_any_day(record: Record) -> str:
-    beside = {name: value for name, value in record.beside.items() if name != "date"}
-    return prompt_key(record._replace(date=None, beside=beside))
+    fields = json.loads(prompt_key(record))
+    fields.pop("date", None)
+    return json.dumps(fields)
 
 
 # ---- the command that trains -----------------------------------------------------------------------
 
 
-def training_command(model: str, file: Path, up: int, down: int, out_dir: str) -> list[str]:
+def training_command(model: str, file: Path, up: int, down: int) -> list[str]:
     """The words of the command that trains on a file with so many thumbs. Where one kind is rare, its class weight
     makes both count alike, as the KTO paper advises."""
+    n = 1
+    while Path(f"out/thumbs-{n}").exists():
+        n += 1
     words = ["python", os.path.relpath(ROOT / "kto.py")]
     words += ["--config", os.path.relpath(ROOT / "config/thumbs.yaml"), "--model", model]
-    words += ["--data.train", str(file), "--out_dir", out_dir]
+    words += ["--data.train", str(file), "--out_dir", f"out/thumbs-{n}"]
     if up < down * 3 / 4:
         words += ["--kto.desirable_weight", f"{down / up:.3g}"]
     if down < up * 3 / 4:
         words += ["--kto.undesirable_weight", f"{up / down:.3g}"]
     return words
-
-
-def training_advice(model: str, file: Path, up: int, down: int) -> tuple[str, str]:
-    """What the page says of training: a note, and the command once there are thumbs to learn from."""
-    if up + down == 0:
-        return "", ""
-    if up + down < FEWEST or not up or not down:
-        return f"It takes {FEWEST} thumbs, some up and some down; 40 or more are better.", ""
-    n = 1
-    while Path(f"out/thumbs-{n}").exists():
-        n += 1
-    out_dir = f"out/thumbs-{n}"
-    note = (
-        "Stop this program with Ctrl-C, run the command, and talk to the result with "
-        f"python -m rate --model {out_dir}"
-    )
-    return note, shlex.join(training_command(model, file, up, down, out_dir))

@@ -3,12 +3,9 @@
 Reading order: Ratings (the file); answer_key (what makes two ratings ratings of one answer).
 """
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +30,8 @@ class Ratings:
     """A jsonl file of ratings, at most one for each prompt and answer."""
 
     file: Path
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """The page's requests run in threads of their own."""
 
     def read(self) -> dict[AnswerKey, Thumb]:
         """The thumbs by answer_key, in the order of the file. Raises BadInput, with the line."""
@@ -53,41 +52,17 @@ class Ratings:
         return thumbs
 
     def set(self, line: dict, label: bool | None) -> None:
-        """Write a thumb on the answer of this line, or with None withdraw it. Raises BadInput."""
-        thumb = rated(line, bool(label))
-        key = answer_key(thumb.record)
-        with self.locked():
+        """Write a thumb on the answer of this line. With None, withdraw the thumb. Raises BadInput."""
+        line = line | {"label": bool(label)}
+        record = understand_record(line, "rated")
+        key = answer_key(record)
+        with self.lock:
             thumbs = self.read()
             if label is None:
                 thumbs.pop(key, None)
             elif key not in thumbs or thumbs[key].record.label != label:
-                thumbs[key] = thumb
+                thumbs[key] = Thumb(line, record)
             write_whole(self.file, as_lines([x.line for x in thumbs.values()]))
-
-    def label(self, line: dict) -> bool | None:
-        """The thumb that the answer of this line has."""
-        thumb = self.read().get(answer_key(rated(line, True).record))
-        return thumb.record.label if thumb else None
-
-    def count(self) -> tuple[int, int]:
-        """The numbers of thumbs up and down."""
-        labels = [thumb.record.label for thumb in self.read().values()]
-        return labels.count(True), labels.count(False)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep out other servers of files in this folder, while this one changes its file."""
-        folder = os.open(self.file.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
-
-
-def rated(line: dict, label: bool) -> Thumb:
-    line = line | {"label": label}
-    return Thumb(line, understand_record(line, "rated"))
 
 
 def answer_key(record: Record) -> AnswerKey:

@@ -33,7 +33,7 @@ class RateServer(ThreadingHTTPServer):
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """GET / is the page; GET /state and POST /answer, /label and /rate are JSON, an error too: {"error": text}."""
+    """GET / is the page; GET /state and POST /answer and /rate are JSON, an error too: {"error": text}."""
 
     server: RateServer
 
@@ -58,18 +58,19 @@ class PageHandler(BaseHTTPRequestHandler):
         if not self.is_from_here():
             return 403, {"error": "This page answers to 127.0.0.1 and localhost alone."}
         desk = self.server.desk
-        gets = {"/": Path(__file__).with_name("page.html").read_bytes, "/state": desk.state}
-        posts = {"/answer": desk.answer, "/label": desk.label, "/rate": desk.rate}
-        try:
-            if self.command == "GET" and self.path in gets:
-                return 200, gets[self.path]()
-            if self.command == "POST" and self.path in posts:
-                return 200, posts[self.path](self.body())
+        actions = {
+            "GET /": Path(__file__).with_name("page.html").read_bytes,
+            "GET /state": desk.state,
+            "POST /answer": lambda: desk.answer(self.body()),
+            "POST /rate": lambda: desk.rate(self.body()),
+        }
+        action = actions.get(f"{self.command} {self.path}")
+        if action is None:
             return 404, {"error": f"{self.path}: there is no such page"}
-        except BadInput as e:
+        try:
+            return 200, action()
+        except (BadInput, Failed) as e:
             return 400, {"error": str(e)}
-        except Failed as e:
-            return 503, {"error": str(e)}
         except Exception as e:
             traceback.print_exc()
             return 500, {"error": f"python -m rate failed: {type(e).__name__}: {e}"}
@@ -80,9 +81,7 @@ class PageHandler(BaseHTTPRequestHandler):
         is_json = self.headers.get_content_type() == "application/json"
         refuse_unless(is_json, "Content-Type: expected application/json")
         with user_error("request"):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            refuse_unless(isinstance(body, dict), "expected an object")
-        return body
+            return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
     def is_from_here(self) -> bool:
         """Whether the page itself asks. Another site in the same browser reaches 127.0.0.1 too, but not under

@@ -109,7 +109,7 @@ BUDGETS = {
     "models/": 12_950,  # an export writes by the names and types of the files; random rounding
     "records/": 16_250,
     "convert/": 11_350,
-    "rate/": 3_150,  # with the file of thumbs, which was in records/
+    "rate/": 2_200,
     "tests/": 144_450,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 12_450,
 }

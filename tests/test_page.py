@@ -20,11 +20,11 @@ SERVER = """
 const ID = "12345678901234567890"; // of 64 bits: a number of JavaScript would be another one
 const thumbs = {};
 const count = (label) => Object.values(thumbs).filter((x) => x === label).length;
-const counts = () => ({ up: count(true), down: count(false), note: "", command: "" });
+const counts = () => ({ up: count(true), down: count(false), command: "" });
 let answers = 0;
 const answerOf = (text, more) => {
   const record = `{"completion": ${JSON.stringify(text)}, "id": ${ID}}`;
-  return { text, record, cut: false, label: null, ...more };
+  return { text, record, cut: false, ...more };
 };
 const completionOf = (record) => {
   if (!record.endsWith(`, "id": ${ID}}`)) throw new Error(`another record: ${record}`);
@@ -33,7 +33,6 @@ const completionOf = (record) => {
 const server = {
   "/state": () => ({ mode: MODE, model: "m", chat: true, cards: CARDS, ...counts() }),
   "/answer": () => answerOf(`answer ${++answers}`, { model: "m" }),
-  "/label": ({ record }) => ({ label: thumbs[completionOf(record)] ?? null }),
   "/rate": ({ record, label }) => { thumbs[completionOf(record)] = label; return counts(); },
 };
 fetch = async (path, options) => {
@@ -250,7 +249,7 @@ def test_the_end_of_the_cards_speaks_of_a_command_where_there_is_one(play):
     steps = (
         "press('k'); await wait(1000); found.push(document.querySelector('.empty').textContent);"
     )
-    steps += "state.command = 'python kto.py'; render(); found.push(document.querySelector('.empty').textContent);"
+    steps += "state.command = 'python kto.py --out_dir o'; render(); found.push(document.querySelector('.empty').textContent);"
     end = "All prompts have a thumbThank you."
     assert play(steps, ("one",)) == [end, end + " The command below trains on them."]
 

@@ -19,7 +19,6 @@ from test_forks import ONLINE
 import kto
 from evaluation import Answer
 from infra.console import BadInput, Failed
-from infra.server import Server
 from records.examples import Example
 
 sys.path.append(str(ROOT / "examples"))
@@ -27,7 +26,7 @@ sys.path.append(str(ROOT / "examples"))
 import judge as judge_file  # noqa: E402
 import online_dpo  # noqa: E402
 import reward_model as reward_file  # noqa: E402
-from judge import Judge, Judged, JudgeSettings, judge, verdict  # noqa: E402
+from judge import Judge, Judged, JudgeSettings, Server, judge, verdict  # noqa: E402
 from reward_model import RewardModel  # noqa: E402
 
 COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
