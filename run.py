@@ -117,7 +117,7 @@ class Run:
     evaluator: Evaluator
     """Samples answers to held-out prompts and asks the checker."""
     throughput: Throughput
-    """Counts tokens and FLOPs between two rows of metrics.csv."""
+    """Counts tokens between two rows of metrics.csv."""
     stop: Stop
     """Whether a signal asks the run to end."""
     last_step: int = 0
@@ -343,7 +343,7 @@ def setup(
         folder=folder,
         logger=Logger(cfg, state.step or -1, state.unvalidated),
         evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker, stop),
-        throughput=Throughput(fabric, cfg, policy.module, objective),
+        throughput=Throughput(fabric.device),
         stop=stop,
         rollout=rollout,
         make_records=make_records,

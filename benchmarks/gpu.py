@@ -124,6 +124,16 @@ def product_tflops(tiny: bool) -> float:
     return 2 * n**3 / median_ms(lambda: a @ b) / 1e9
 
 
+def useful_tflops(policy: torch.nn.Module, tokens_per_s: float) -> float:
+    """The rate of a KTO step whose prompts are as long as its completions: 2 FLOPs for each weight, token and pass. A
+    backward is 2 passes, or 1 if only adapters learn. z takes two more passes over each completion."""
+    frozen = [name for name, p in policy.named_parameters() if not p.requires_grad]
+    passes = 3 if frozen else 4  # with the reference's
+    blocks = sum(p.numel() for name, p in policy.blocks.named_parameters() if "lora_" not in name)
+    head = policy.config.n_embd * policy.config.padded_vocab_size
+    return tokens_per_s * (passes * blocks + (passes + 2) * (blocks + head)) / 1e12
+
+
 def count_waits(function: Callable) -> dict[str, int]:
     """How often a call waits for the device, by the line at which torch warns."""
     with warnings.catch_warnings(record=True) as caught:
@@ -263,7 +273,7 @@ def step(model: str, tiny: bool, work: Path) -> None:
                 torch.cuda.reset_peak_memory_stats()
             take_step = partial(super().train_step, *args)
             if step == last - 1:
-                report(take_step)
+                report(take_step, self.run.policy.module)
             elif step == last:
                 result(**profiled(take_step))
                 sys.exit()
@@ -271,13 +281,14 @@ def step(model: str, tiny: bool, work: Path) -> None:
                 take_step()
             ends.append(time.perf_counter())  # the check of the gradient's norm has waited for it
 
-    def report(take_step: Callable) -> None:
+    def report(take_step: Callable, policy: torch.nn.Module) -> None:
         row = rows_of(work / "run" / "metrics.csv")[1]  # of the timed steps
-        speed = {name: float(row[name] or 0) for name in ("tokens/s", "mfu", "memory_gb")}
+        speed = {name: float(row[name]) for name in ("tokens/s", "memory_gb")}
         ms = (ends[2 * STEPS - 1] - ends[STEPS - 1]) / STEPS * 1e3
         waits = count_waits(take_step)
-        share_of_product = float(row["tflops/s"]) / product_tflops(tiny)
-        result(device=DEVICE_NAME, ms=ms, **speed, share_of_product=share_of_product, waits=waits)
+        speed["tflops"] = useful_tflops(policy, speed["tokens/s"])
+        speed["share_of_product"] = speed["tflops"] / product_tflops(tiny)
+        result(device=DEVICE_NAME, ms=ms, **speed, waits=waits)
 
     settings += f" --batch_size {batch} --micro_batch_tokens 16384 --data.max_prompt 512"
     settings += f" --data.max_completion 512 --max_steps {last + 1} --log_interval {STEPS}"
@@ -383,7 +394,7 @@ def resume(tiny: bool, work: Path) -> None:
         rows.append(rows_of(work / name / "metrics.csv"))
         weights.append((work / name / "final" / "model.safetensors").read_bytes())
     for row in sum(rows, []):
-        for clock in ("tokens/s", "seconds", "memory_gb", "tflops/s", "mfu"):
+        for clock in ("tokens/s", "seconds", "memory_gb"):
             del row[clock]
     same = {"metrics": rows[0] == rows[1], "weights": weights[0] == weights[1]}
     result(was_running=was_running, steps=len(rows[0]), same=same)

@@ -1,21 +1,17 @@
-"""How a step's time and memory grow, and how much of the machine's rate a step reaches: kto.py on models
-of random weights, each measurement a process of its own.
+"""How a step's time and memory grow: kto.py on models of random weights, each measurement a process of its own.
 
-    python benchmarks/step.py                # all tables, ten minutes on two cores
-    python benchmarks/step.py records        # one: tokens, records or rate
+    python benchmarks/step.py                # both tables, ten minutes on two cores
+    python benchmarks/step.py records        # one: tokens or records
 
-Peak memory is the maximum resident set of the process, libraries included. Useful FLOPs are the least
-that the algorithm needs (infra/logger.py counts them). The rate of the machine is that of a product of
-two 2048 x 2048 matrices.
+Peak memory is the maximum resident set of the process, libraries included.
 """
 
 import random
 import resource
 import statistics
 import sys
-import time
 
-from vs_trl import HERE, PRECISIONS, SIZES, model_folder, ours, write_records
+from vs_trl import HERE, SIZES, model_folder, ours, write_records
 
 
 def run_steps(name: str, shape, n: int, x: int, y: int, **settings) -> list[dict]:
@@ -62,37 +58,11 @@ def records() -> None:
         print(f"| {n:,} | {seconds:.1f} | {rows[-1]['memory_gb'] * 1e9 / 2**30:.2f} |", flush=True)
 
 
-def rate() -> None:
-    print_head("", "useful TFLOP/s", "the machine's", "ratio")
-    for size in ("8M", "30M", "124M"):
-        for name, precision in PRECISIONS.items():
-            before = product_rate(name)
-            rows = run_steps(size, SIZES[size], 32, 200, 120, precision=precision)
-            peak = (before + product_rate(name)) / 2
-            useful = statistics.median(row["tflops/s"] for row in rows[1:])
-            cells = f"{useful:.3f} | {peak:.3f} | {useful / peak:.2f}"
-            print(f"| {size} {name} | {cells} |", flush=True)
-
-
-def product_rate(precision: str) -> float:
-    """TFLOP/s."""
-    import torch
-
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    a, b = torch.randn(2, 2048, 2048, dtype=dtype)
-    times = []
-    for _ in range(12):
-        began = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - began)
-    return 2 * 2048**3 / statistics.median(times) / 1e12
-
-
 def print_head(*columns: str) -> None:
     print(f"\n| {' | '.join(columns)} |\n" + "| --- " * len(columns) + "|", flush=True)
 
 
-TABLES = {f.__name__: f for f in (tokens, records, rate)}
+TABLES = {f.__name__: f for f in (tokens, records)}
 
 if __name__ == "__main__":
     for table in sys.argv[1:] or TABLES:

@@ -14,18 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 
 from infra.console import Failed, duration, rank, say, user_code, user_error
 from infra.files import write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
-
-if TYPE_CHECKING:
-    from objective import Objective
 
 # Column of a row -> how the console shows its value; other columns are only in the files.
 CELLS = {
@@ -41,80 +37,30 @@ CELLS = {
 # ---- speed and memory ------------------------------------------------------------------------
 
 
-# Part of a GPU's name -> its dense bf16 FLOP/s by the data sheet; 0: not known. The first name that fits is taken, so
-# "H100 PCIe" stands before "H100".
-BF16_PEAKS = {
-    " MIG ": 0,  # a part of a GPU
-    "Laptop": 0,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "4090": 165e12,
-}
-
-
 class Throughput:
-    """Speed over the steps from one row of metrics.csv to the next, and peak memory so far.
+    """Tokens per second over the steps from one row of metrics.csv to the next, and peak memory so far."""
 
-    policy: the model itself, before Fabric wraps it. objective: an objective.Objective.
-
-    FLOPs are the useful ones: 2 for each weight, token and pass, without the attention scores; of experts
-    only those that a token uses count. One pass is one forward. A backward counts as 2 passes, or as 1
-    with LoRA, where the weight matrices need no gradient. For z each completion is scored a second time,
-    as the mismatched completion of another prompt. The pass over that prompt serves both completions (with
-    several micro-batches the policy computes it twice, which is not counted).
-    """
-
-    def __init__(
-        self, fabric: Fabric, cfg: RunSettings, policy: torch.nn.Module, objective: "Objective"
-    ):
-        self.device = fabric.device
-        # a reference whose log-probs are cached does not run in a step
-        reference = objective.needs_reference and not cfg.reference_cache
-        passes = (2 if cfg.lora.rank else 3) + reference
-        pair_passes = objective.needs_mismatched_pairs * (1 + reference)
-        n_head_weights = policy.config.n_embd * policy.config.padded_vocab_size
-        n_block_weights = sum(
-            n_used_weights(parameter, policy.config.n_expert_per_token)
-            for name, parameter in policy.blocks.named_parameters()
-            if "lora_" not in name
-        )
-        self.flops_of_prompt = 2 * passes * n_block_weights  # of each token; the head skips it
-        n_weights = n_block_weights + n_head_weights
-        self.flops_of_completion = 2 * (passes + pair_passes) * n_weights
-        gpu = ""
-        if self.device.type == "cuda" and "bf16" in cfg.precision:
-            gpu = torch.cuda.get_device_name(self.device)
-        self.peak_flops = bf16_peak(gpu) * fabric.world_size
-        self.tokens = self.flops = self.seconds = 0
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.tokens = 0
+        self.seconds = 0.0
 
     def add(self, examples: Sequence[Any], seconds: float) -> None:
         """Count an optimizer step. examples: the step's Examples on all ranks. seconds: its wall-clock time."""
-        n_prompt = 0
-        n_completion = 0
         for example in examples:
-            n_prompt += len(example.prompt)
-            n_completion += sum(map(len, example.completions))
-        self.flops += self.flops_of_prompt * n_prompt + self.flops_of_completion * n_completion
-        self.tokens += n_prompt + n_completion
+            self.tokens += len(example.prompt) + sum(map(len, example.completions))
         self.seconds += seconds
 
     def read(self) -> dict:
-        """The columns of a row: over the steps since the last call tokens and TFLOPs per second, mfu
-        (the share of the peak FLOP/s; None without a known peak) and seconds; and the process's peak
-        memory so far in GB."""
-        flops_per_second = self.flops / self.seconds
+        """The columns of a row: tokens per second and seconds of the steps since the last call, and the process's
+        peak memory so far in GB."""
         row = {
             "tokens/s": self.tokens / self.seconds,
             "seconds": self.seconds,
             "memory_gb": self.memory(),
-            "tflops/s": flops_per_second / 1e12,
-            "mfu": flops_per_second / self.peak_flops if self.peak_flops else None,
         }
-        self.tokens = self.flops = self.seconds = 0
+        self.tokens = 0
+        self.seconds = 0.0
         return row
 
     def memory(self) -> float:
@@ -124,20 +70,6 @@ class Throughput:
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def bf16_peak(gpu: str) -> float:
-    """The peak FLOP/s of a GPU by its name; 0 if it is not known."""
-    return next((peak for name, peak in BF16_PEAKS.items() if name in gpu), 0)
-
-
-def n_used_weights(parameter: torch.nn.Parameter, experts_per_token: int) -> int:
-    """Weights that a token is multiplied by. Experts are joined: (experts, outputs, inputs)."""
-    # a 4-bit parameter is packed; its quant_state has the shape of the matrix
-    shape = getattr(parameter, "quant_state", parameter).shape
-    if len(shape) == 3 and experts_per_token:
-        return experts_per_token * shape[1:].numel()
-    return shape.numel()
 
 
 # ---- files and trackers --------------------------------------------------------------------------
@@ -165,11 +97,11 @@ def add_row(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
-Track = Callable[[int, dict, Sequence[dict]], None]  # of a step, numbers by name, and samples
+Track = Callable[[int, dict], None]  # of a step, and its numbers by name
 
 
 def open_tracker(cfg: RunSettings, first_step: int) -> Track | None:
-    """-> what hands a step's numbers and samples to the tracker; None without a tracker. first_step: the first one that
+    """-> what hands a step's numbers to the tracker; None without a tracker. first_step: the first one that
     this process logs."""
     if cfg.logger == "tensorboard":
         return begin_tensorboard(Path(cfg.out_dir), first_step)
@@ -187,12 +119,9 @@ def begin_tensorboard(out: Path, first_step: int) -> Track:
     purged = first_step or None
     writer = SummaryWriter(out / "tensorboard", filename_suffix=suffix, purge_step=purged)
 
-    def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
+    def track(step: int, numbers: dict) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        if samples:
-            text = "\n\n".join(f"{x['prompt']} **{x['completion']}**" for x in samples)
-            writer.add_text("val/samples", text, step)
         writer.flush()
 
     return track
@@ -215,10 +144,7 @@ def begin_wandb(cfg: RunSettings) -> Track:
         )
     write_whole(id_file, run.id)
 
-    def track(step: int, numbers: dict, samples: Sequence[dict]) -> None:
-        if samples:
-            rows = [list(x.values()) for x in samples]
-            numbers["val/samples"] = wandb.Table(["prompt", "completion"], rows)
+    def track(step: int, numbers: dict) -> None:
         run.log(numbers, step=step)
 
     return track
@@ -284,22 +210,20 @@ class Logger:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
         if not self.main:
             return
-        self._write("val.csv", step, row, "val/", samples)
+        self._write("val.csv", step, row, "val/")
         if self.cfg.progress:
             say(f"validation at step {step}: {', '.join(format_cells(row)) or 'samples only'}")
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
 
-    def _write(
-        self, file: str, step: int, row: dict, prefix: str = "", samples: Sequence[dict] = ()
-    ) -> None:
+    def _write(self, file: str, step: int, row: dict, prefix: str = "") -> None:
         """Add a row to a csv file, and hand its numbers to the tracker, with a prefix to their names."""
         add_row(self.out / file, {"step": step} | row)
         if self.track:
             numbers = {prefix + name: value for name, value in row.items() if value is not None}
             try:
                 with user_code(f"logger: {self.cfg.logger}"):
-                    self.track(step, numbers, samples)
+                    self.track(step, numbers)
             except Failed as e:  # the network is away, or a key has expired
                 self.track = None
                 say(f"{e}; left out from here on, {file} goes on")

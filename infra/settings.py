@@ -200,7 +200,7 @@ class Eval(Sampling):
     """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
     the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
     samples: NonNegativeInt = free(4)
-    """Number of completions that are saved at each validation (eval/), and shown by trackers."""
+    """Number of completions that are saved at each validation (eval/step-N.json)."""
 
 
 # ---- a run ---------------------------------------------------------------------------------------

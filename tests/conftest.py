@@ -435,7 +435,7 @@ def result(out: Path) -> dict:
 
 
 # columns of metrics.csv that depend on the machine
-CLOCKS = {"tokens/s", "seconds", "memory_gb", "tflops/s", "mfu"}
+CLOCKS = {"tokens/s", "seconds", "memory_gb"}
 
 
 def numbers(run: dict) -> list[dict]:
