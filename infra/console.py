@@ -151,9 +151,6 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")  # files of Python
-
-
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
     """Around a call of a function that a fork hands over or overrides. An exception in it becomes Failed, one line with
@@ -172,18 +169,12 @@ def text_in_one_line(error: Exception) -> str:
 
 
 def own_line(error: Exception) -> str:
-    """`file:line` of the innermost call that is in no installed package."""
+    """`file:line` of the innermost call that is neither in an installed package nor in Python itself."""
+    installed = "/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"), "<"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if x.filename[0] != "<" and not is_installed(Path(x.filename))]
+    own = [x for x in frames if not any(part in x.filename for part in installed)]
     innermost = (own or frames)[-1]
     return f"{innermost.filename}:{innermost.lineno}"
-
-
-def is_installed(path: Path) -> bool:
-    """Whether a path lies among installed packages or in Python's own library."""
-    if {"site-packages", "dist-packages"} & set(path.parts):
-        return True
-    return path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 @contextlib.contextmanager

@@ -1,12 +1,10 @@
-"""The files of a program: its own file, and all that it imports from files that are not installed packages."""
+"""The files of a program: its own file, and the modules that it imports from its folder or from this project."""
 
 import ast
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.console import is_installed
 from infra.settings import ROOT
 
 
@@ -18,46 +16,23 @@ def program_hash(program: Path) -> str:
 
 def program_files(program: Path) -> set[Path]:
     """The file and its own modules, also those that it imports within a function."""
-    folders = [program.parent, *map(Path, sys.path[1:]), ROOT]
-    folders = [folder for folder in folders if not is_installed(folder)]
-    files: set[Path] = set()
-    new = {program}
+    files = {program}
+    new = [program]
     while new:
-        file = new.pop()
-        files.add(file)
-        for places, name in imported_names(file, folders):
-            new |= files_of_module(places, name) - files
+        for name in imported_names(new.pop()):
+            for folder in (program.parent, ROOT):
+                file = folder / f"{name.replace('.', '/')}.py"
+                if file.is_file() and file not in files:
+                    files.add(file)
+                    new.append(file)
     return files
 
 
-def imported_names(file: Path, folders: list[Path]) -> Iterator[tuple[list[Path], str]]:
-    """(folders, dotted name) of each module that a file may import from there."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # such as a file for another version of Python
-        return
-    for node in ast.walk(tree):
+def imported_names(file: Path) -> Iterator[str]:
+    """The dotted names of the modules that a file may import."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield folders, alias.name
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            places = folders
-            if node.level:  # from .. import name
-                places = [file.parents[node.level - 1]]
-            for alias in node.names:  # a module, or something in it
-                yield places, ".".join(filter(None, (node.module, alias.name)))
-
-
-def files_of_module(folders: list[Path], name: str) -> set[Path]:
-    """The files of a dotted name: the packages that it stands in, and the module."""
-    files = set()
-    parts = name.split(".")
-    for n in range(1, len(parts) + 1):
-        for folder in folders:
-            path = folder.joinpath(*parts[:n])
-            candidates = [path / "__init__.py", path.with_suffix(".py")]
-            there = [file for file in candidates if file.is_file()]
-            if there:
-                files.add(there[0])
-                break
-    return files
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
