@@ -41,8 +41,6 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
                 say("your data.train: the demo's validation data and checker are left out")
             defaults = {x: value for x, value in defaults.items() if not x.startswith("eval.")}
             defaults["data.val"] = None
-    elif "config" not in names and "print_config" not in names:
-        say(f"your model: defaults, not config/{demo} (--print_config shows them)")
     doc = sys.modules[objective.__module__].__doc__ or ""
     settings = parse_command(cls, doc, words, defaults)
     settings.validate()
@@ -90,20 +88,11 @@ def build(cls: type, parsed: Mapping[str, object]) -> typing.Any:
     subclasses, and not every library takes a subclass: Fabric takes a number of GPUs only as an int."""
     values = {}
     for name, kind in typing.get_type_hints(cls).items():
-        is_group = dataclasses.is_dataclass(kind)
-        values[name] = build(kind, parsed[name]) if is_group else plain(parsed[name])
+        if dataclasses.is_dataclass(kind):
+            values[name] = build(kind, parsed[name])
+        else:
+            values[name] = json.loads(json.dumps(parsed[name]))  # as plain types
     return cls(**values)
-
-
-def plain(value: object) -> object:
-    if isinstance(value, list):
-        return [plain(x) for x in value]
-    if isinstance(value, dict):
-        return {name: plain(x) for name, x in value.items()}
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
 
 
 def read_command(
@@ -132,12 +121,13 @@ def read_command(
             files.append(values[0])
         else:
             of_options[name] = values[0]
-    if unknown:
-        raise BadInput("\n".join(unknown))
     of_files = {}
     for file in files:
-        of_files |= read_config_file(file)
-        check_names(file, of_files, known)
+        of_file = read_config_file(file)
+        unknown += [f"{file}: {unknown_name(name, known)}" for name in of_file if name not in known]
+        of_files |= of_file
+    if unknown:
+        raise BadInput("\n".join(unknown))
     if of_options.get("resume") and "out_dir" not in of_options:
         refuse_moved_run(files, of_files.get("out_dir"))
     return of_files | of_options, switches
@@ -188,19 +178,6 @@ def read_config_file(file: str) -> dict[str, object]:
     return flatten(groups)
 
 
-def check_names(file: str, values: Mapping[str, object], known: Mapping[str, object]) -> None:
-    """Raise BadInput for the names in a file that are no settings."""
-    faults = []
-    for name in values:
-        group = [x for x in known if x.startswith(f"{name}.")]
-        if group:
-            faults.append(f"{file}: {name}: expected a group of settings, such as {group[0]}")
-        elif name not in known:
-            faults.append(f"{file}: {unknown_name(name, known)}")
-    if faults:
-        raise BadInput("\n".join(faults))
-
-
 def argument_text(value: object, kind: typing.Any) -> str:
     """A value as jsonargparse reads it for a setting of this type. The elements of a list are quoted, so that [no, 10]
     holds two texts if the type wants texts."""
@@ -225,18 +202,10 @@ def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]
     return f"{name}: missing: --{name} {kind}"
 
 
-# options of `python -m convert`, which were settings of a run
-OF_CONVERT = "columns labels where roles records turns repeated raters".split()
-
-
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
     """The sentence for a name that is no setting, with the nearest setting."""
     wanted = name.replace("-", "_")
-    if wanted.removeprefix("data.") in OF_CONVERT:
-        return (
-            f"{name}: a run reads records of our own forms: convert the file first, python -m convert FILE "
-            f"--{wanted.removeprefix('data.')} ... --out FILE.jsonl (docs/convert.md)"
-        )
+    # a part of a dotted name: its group, or the name in it
     similar = [x for x in known if wanted in (x, *x.split("."))]
     similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
     if not similar:

@@ -8,11 +8,9 @@ import typing
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from conftest import ROOT, Started
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning.fabric.accelerators import CUDAAccelerator
 
 import kto
 from infra import parse as parse_module
@@ -137,18 +135,15 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(config, wrong, near):
 
 def test_all_names_of_another_trainer_are_said_at_once(config):
     """Twenty names of TRL were twenty starts."""
+    file = config({"num_train_epochs": 3, "kto": {"learning_rate": 1e-4}})
     with pytest.raises(BadInput) as e:
-        parse("--bf16", "--output_dir", "out", "--seed=1", "--learning_rate", "1e-4")
+        parse("--bf16", "--output_dir", "out", "--seed=1", "--config", file)
     assert str(e.value).splitlines() == [
         "bf16: no such setting",
         "output_dir: no such setting; did you mean out_dir?",
-        "learning_rate: no such setting",
+        f"{file}: kto.learning_rate: no such setting",
+        f"{file}: num_train_epochs: no such setting",
     ]
-    file = config({"num_train_epochs": 3, "optim": {"learning_rate": 1e-4}})
-    with pytest.raises(BadInput) as e:
-        parse("--config", file)
-    first, second = str(e.value).splitlines()
-    assert "num_train_epochs" in first and "optim.learning_rate" in second
 
 
 WRONG = {  # option -> what is said
@@ -175,6 +170,7 @@ WRONG = {  # option -> what is said
     "--optim.lr": "optim.lr: expected one value, got none",
     "--optim.lr 1 2": "optim.lr: expected one value, got 1 2",
     "mine.jsonl": "mine.jsonl: no such setting",
+    "--seed=20261125082155": "seed: expected less than 2^32, got 20261125082155",
     "--resume=auto": "resume: auto needs --out_dir, the run's own",
     "--micro_batch_size=4 --micro_batch_tokens=4": "micro_batch_size and micro_batch_tokens: give one, not both",
     "--precision=64-true --strategy=fsdp": "precision: 64-true does not work with strategy fsdp; use ddp",
@@ -192,8 +188,8 @@ def test_a_file_that_is_no_settings_is_refused(config, tmp_path):
     assert str(tmp_path / "gone.yaml") in refused("--config", tmp_path / "gone.yaml")
     for name, value, said in (
         ("seed", None, "seed: expected NonNegativeInt, got null"),
-        ("lora", None, "{}: lora: expected a group of settings, such as lora.rank"),
-        ("kto", 3, "{}: kto: expected a group of settings, such as kto.beta"),
+        ("lora", None, "{}: lora: no such setting; did you mean lora.rank?"),
+        ("kto", 3, "{}: kto: no such setting; did you mean kto.beta?"),
     ):
         file = config({name: value})
         assert refused("--config", file) == said.format(file)
@@ -279,12 +275,6 @@ def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass(progr
     assert {int, float} <= kinds <= {int, float, bool, str, list, type(None)}
 
 
-def test_fabrics_parser_for_gpus_takes_the_devices_of_the_command_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for argv, gpus in (["--devices=2"], [0, 1]), (["--devices", 1], [0]), ([], [0]):
-        assert CUDAAccelerator.parse_devices(parse(*argv).devices) == gpus
-
-
 ODD = {
     "model": "null", "data.train": "a: b, [c] #d", "reference": "10", "out_dir": "2026-11-21", "resume": "yes",
     "max_steps": 7, "val_interval": 2,
@@ -355,13 +345,11 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
     }.items():
         absolute = expected.replace("{}", str(tmp_path))
         assert absolute_sources(given) == absolute_sources(absolute) == absolute, given
-    assert settings.find_path("demo/base") == ROOT / "demo" / "base", "from any working directory"
     assert settings.find_path("~/a") == Path.home() / "a"
-
-
-def test_a_seed_fits_every_generator():
-    assert parse(*OWN, "--seed", 2**32 - 1).seed
-    assert refused(*OWN, "--seed=20261125082155").startswith("seed: expected less than 2^32")
+    assert settings.find_path("demo/base") == ROOT / "demo" / "base", "from any working directory"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "base").touch()
+    assert settings.find_path("demo/base") == Path("demo/base"), "unless the user has one"
 
 
 # YAML 1.1 reads each of these as a number, a boolean or a date
@@ -416,11 +404,3 @@ def test_numbers_are_decimal_and_a_setting_of_another_type_refuses_a_text(
         else:
             value = settings.flatten(parse(*argv, cls=cls))[setting]
             assert value == expected and type(value) is type(expected)
-
-
-def test_files_of_the_project_that_a_config_names_are_found_from_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert settings.find_path("config/dialogue.jinja").exists()
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "dialogue.jinja").write_text("mine")
-    assert settings.find_path("config/dialogue.jinja").read_text() == "mine"
