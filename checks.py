@@ -181,6 +181,8 @@ def idle_rules(
     is_checked = has_checker and bool(val or test)
     is_sampled = is_checked or bool(val and cfg.eval.samples)
     rates_by_checker = kind == "prompts"  # online.py
+    rated = kind == "rated"
+    down = [not e.label for e in train]
     sampling = [f"eval.{one.name}" for one in fields(Sampling)]
     is_distinct = len({e.prompt_key for e in train}) == len(train)
     chosen, rejected = zip(*(e.rewards for e in train)) if kind == "paired" else ([None], [None])
@@ -193,8 +195,9 @@ def idle_rules(
         (not is_checked and not rates_by_checker, "eval.check", "no records are held out"),
         (not is_sampled, " ".join(sampling), "no answers to held-out prompts are sampled"),
         (has_both and is_distinct, "data.group_by_prompt", "each prompt has one example"),
-        (not any(e.label for e in train), "kto.desirable_weight", "there are no thumbs up"),
-        (all(e.label for e in train), "kto.undesirable_weight", "there are no thumbs down"),
+        (rated and all(down), "kto.desirable_weight kto.balance", "there are no thumbs up"),
+        (rated and not any(down), "kto.undesirable_weight kto.balance", "there are no thumbs down"),
+        (rates_by_checker, "kto.balance", "there are no ratings: use online.balance"),
         (None not in chosen, "dpo.chosen_reward", "each record gives its own"),
         (None not in rejected, "dpo.rejected_reward", "each record gives its own"),
     ]

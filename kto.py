@@ -23,8 +23,8 @@ Differences from the paper and from other implementations:
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -34,8 +34,9 @@ from data import MicroBatch
 from evaluation import Checker
 from infra.console import run_cli
 from infra.parse import parse
-from infra.settings import RunSettings
+from infra.settings import RunSettings, refuse_unless
 from objective import Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
+from records.examples import Example, class_weights
 from run import setup
 from trainer import Trainer
 
@@ -48,10 +49,12 @@ class KTOSettings(PreferenceSettings):
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto, or apo_zero_unpaired (arXiv 2408.06266), which has z = 0 and no mismatched pairs."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of a thumbs up (the paper's lambda_D). python data.py FILE prints the range that the paper suggests for
-    the numbers of thumbs up and down in FILE."""
+    """Weight of a thumbs up (the paper's lambda_D)."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of a thumbs down (lambda_U)."""
+    balance: bool = False
+    """Set both weights from data.train, so that its thumbs up and its thumbs down count equally, as the KTO paper
+    advises. settings.yaml has the numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,20 @@ class KTO(Objective):
         self.average_logps = args.average_logps  # read by Objective.logratio
         # apo_zero_unpaired is the same loss with z = 0, because make_z returns 0 without pairs
         self.needs_mismatched_pairs = args.loss == "kto"
+
+    def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
+        """With kto.balance the weights come from the ratings."""
+        if not self.args.balance:
+            return cfg
+        given = (self.args.desirable_weight, self.args.undesirable_weight)
+        up, down = class_weights(train)
+        refuse_unless(
+            given in ((1.0, 1.0), (up, down)),
+            f"kto.balance: it sets kto.desirable_weight to {up:.4g} and kto.undesirable_weight to {down:.4g} for these "
+            f"records, and you gave {given[0]:.4g} and {given[1]:.4g}: leave both at 1, or --kto.balance false",
+        )
+        self.args = replace(self.args, desirable_weight=up, undesirable_weight=down)
+        return replace(cfg, kto=self.args)
 
     def loss(
         self,

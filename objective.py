@@ -19,6 +19,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from data import MicroBatch, Step, next_mismatched_completions
 from infra.console import BadInput
 from infra.devices import copied_to_cpu
+from infra.settings import RunSettings
 from records.examples import Example
 
 
@@ -49,6 +50,11 @@ class Objective:
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
+
+    def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
+        """Returns the settings, with those filled in that depend on data.train. Called once, on every rank, before
+        anything is loaded. settings.yaml has the result."""
+        return cfg
 
     def loss(
         self,

@@ -24,7 +24,7 @@ from infra.parse import parse
 from infra.settings import RunSettings, refuse_unless
 from kto import KTO, KTOSettings
 from objective import Objective
-from records.examples import Example
+from records.examples import Example, class_weights
 from rollout import (
     RolloutSettings,
     gap_text,
@@ -111,18 +111,9 @@ def rate_answers(run: Run, prompts: list[Example], answers: list[list[int]]) -> 
 
 
 def balanced(examples: list[Example]) -> list[Example]:
-    """The same examples with other weights: thumbs up and thumbs down each get half of the sum. If there is only one
-    kind, nothing changes."""
-    up = sum(e.weight for e in examples if e.label)
-    down = sum(e.weight for e in examples if not e.label)
-    if not (up and down):
-        return examples
-    half = (up + down) / 2
-    weighed = []
-    for e in examples:
-        weight_of_kind = up if e.label else down
-        weighed.append(e._replace(weight=e.weight * half / weight_of_kind))
-    return weighed
+    """The same examples with other weights: thumbs up and thumbs down each get half of the sum."""
+    up, down = class_weights(examples)
+    return [e._replace(weight=e.weight * (up if e.label else down)) for e in examples]
 
 
 def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> None:

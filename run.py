@@ -293,10 +293,11 @@ def setup(
     config = read_config(source).get_text_config()
     cfg = resolve(cfg, config)
     program = program_name(objective)
-    check_resumed_settings(checkpoint, cfg, program)
     data = cfg.data
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     examples = load_splits(data, tokenizer, objective.record_kind, make_records)
+    cfg = objective.resolve(cfg, examples["train"])
+    check_resumed_settings(checkpoint, cfg, program)
     check_examples(cfg, config, objective, examples)
     has_checker = bool(checker or cfg.eval.check)
     rules = idle_rules(cfg, objective, tokenizer, examples, has_checker)

@@ -133,7 +133,6 @@ def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
     import transformers
 
     from rate.desk import training_command
-    from rate.ratings import Ratings
 
     began = time.time()
     row = {"thumbs": n, "seed": seed, "lr": lr}
@@ -141,9 +140,8 @@ def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
     if n == 0:
         return row | held_out(model, seed)
     file = rated(model, seed, n)
-    up, down = Ratings(file).count()
     out = OUT / f"run-{seed}-{n}{f'-lr={lr}' if lr else ''}"
-    command = [sys.executable, *training_command(str(model), file, up, down, str(out))[1:]]
+    command = [sys.executable, *training_command(str(model), file)[1:], "--out_dir", str(out)]
     command += ["--seed", str(seed), "--precision", "32-true", "--resume", "auto"]
     command += ["--progress", "false", "--val_interval", "null"]
     command += ["--optim.lr", str(lr)] if lr else []
@@ -151,7 +149,8 @@ def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
         code = subprocess.run(command, stdout=log, stderr=log).returncode
     if code:
         raise SystemExit(f"exit code {code}: see {log.name}")
-    row |= {"up": up, "down": down} | held_out(out / "final", seed)
+    labels = [json.loads(line)["label"] for line in file.read_text().splitlines()]
+    row |= {"up": sum(labels), "down": labels.count(False)} | held_out(out / "final", seed)
     return row | {"seconds": round(time.time() - began)}
 
 

@@ -61,8 +61,7 @@ class Desk:
         up, down = labels.count(True), labels.count(False)
         command = ""
         if up and down and up + down >= FEWEST:
-            words = training_command(self.name, self.ratings.file, up, down)
-            command = shlex.join(words)
+            command = shlex.join(training_command(self.name, self.ratings.file))
         return {"up": up, "down": down, "command": command}
 
     def answer(self, request: dict) -> dict:
@@ -113,17 +112,11 @@ def key_of_any_day(record: Record) -> str:
 # ---- the command that trains -----------------------------------------------------------------------
 
 
-def training_command(model: str, file: Path, up: int, down: int) -> list[str]:
-    """The words of the command that trains on a file with so many thumbs. Where one kind is rare, its class weight
-    makes both count alike, as the KTO paper advises."""
+def training_command(model: str, file: Path) -> list[str]:
+    """The words of the command that trains on a file of thumbs."""
     n = 1
     while Path(f"out/thumbs-{n}").exists():
         n += 1
     words = ["python", os.path.relpath(ROOT / "kto.py")]
     words += ["--config", os.path.relpath(ROOT / "config/thumbs.yaml"), "--model", model]
-    words += ["--data.train", str(file), "--out_dir", f"out/thumbs-{n}"]
-    if up < down * 3 / 4:
-        words += ["--kto.desirable_weight", f"{down / up:.3g}"]
-    if down < up * 3 / 4:
-        words += ["--kto.undesirable_weight", f"{up / down:.3g}"]
-    return words
+    return [*words, "--data.train", str(file), "--out_dir", f"out/thumbs-{n}"]

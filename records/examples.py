@@ -513,15 +513,25 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
     }
     say("  " + ", ".join(f"{n:,} {what}" for what, n in numbers.items()))
     if name == "train" and up and down:
-        # arXiv 2402.01306, eq. 8: w_D n_D / (w_U n_U) in [1, 4/3]. With equal weights and many more
-        # thumbs down than up a run mostly unlearns, first of all to end an answer.
-        ratio = down / up
+        weight_up, weight_down = class_weights(examples)
         say(
-            "  for this balance the KTO paper suggests kto.desirable_weight / kto.undesirable_weight "
-            f"from {ratio:.2f} to {4 / 3 * ratio:.2f}"
+            f"  --kto.balance true sets kto.desirable_weight to {weight_up:.3g} and kto.undesirable_weight to "
+            f"{weight_down:.3g}"
         )
     elif name == "train" and (up or down):
         say(f"  no thumbs {'down' if up else 'up'}: KTO is made for both")
+
+
+def class_weights(examples: list[Example]) -> tuple[float, float]:
+    """Weights of a thumbs up and of a thumbs down, with which both kinds count equally and the mean weight stays the
+    same. (1, 1) if there is only one kind. arXiv 2402.01306, eq. 8, advises w_D n_D / (w_U n_U) from 1 to 4/3; this
+    is 1. With equal weights and many more thumbs down than up a run mostly unlearns, first of all to end an answer."""
+    up = sum(e.weight for e in examples if e.label)
+    down = sum(e.weight for e in examples if not e.label)
+    if not (up and down):
+        return 1.0, 1.0
+    half = (up + down) / 2
+    return half / up, half / down
 
 
 def examples_hash(splits: dict[str, list[Example]]) -> str:

@@ -85,17 +85,17 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 3_250,  # that micro-batches have the same columns, which was in trainer.py
+    "checks.py": 3_260,  # where kto.balance has no effect
     "data.py": 2_350,
     "dpo.py": 1_100,
     "evaluation.py": 3_500,  # the export is measured with its matrices rounded at random
     "export.py": 300,
     "generate.py": 1_900,  # a line of a file of answers is compared whole before a command goes on
     "head.py": 1_350,
-    "kto.py": 1_020,
+    "kto.py": 1_140,  # kto.balance
     "model.py": 2_550,
-    "objective.py": 700,
-    "online.py": 1_250,
+    "objective.py": 730,  # settings that depend on the records
+    "online.py": 1_170,
     "packing.py": 1_600,
     "reference.py": 1_800,  # the keys of its cache, which were in packing.py
     "report.py": 1_150,

@@ -106,6 +106,8 @@ ROWS = [
     ("kto", "chat", "data.date=2026-01-31", TEMPLATED, "--data.chat_template={}/dated.jinja"),
     ("kto", "down", "kto.desirable_weight=2", "", "--data.train={}/rated.jsonl"),
     ("kto", "up", "kto.undesirable_weight=2", "", "--data.train={}/rated.jsonl"),
+    ("kto", "up", "kto.balance=true", "", "--data.train={}/rated.jsonl"),
+    ("kto", "down", "kto.balance=true", "", "--data.train={}/rated.jsonl"),
     ("dpo", "pairs", "dpo.gt_reward_scale=2", "", "--dpo.loss=rpo_sq"),
     ("dpo", "pairs", "dpo.chosen_reward=2", "", "--dpo.loss=rpo_sq"),
     ("dpo", "pairs", "dpo.rejected_reward=2", "", "--dpo.loss=rpo_sq"),

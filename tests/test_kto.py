@@ -6,13 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, train
+from conftest import PARITY, assert_same, ranks, result, start, train
 from safetensors.torch import load_file
 from tiny_models import gpt2_from_hf
 
 import evaluation
 import kto
 from data import Part, Step
+from infra.console import BadInput
 from kto import auc
 from models import load
 from objective import Z
@@ -261,6 +262,33 @@ def test_the_loop_multiplies_each_loss_by_the_records_weight(tiny, ratings, tmp_
     (row,) = train(tiny, data, tmp_path / "run", "--batch_size=4")["rows"]
     assert row["loss"] == pytest.approx(0.5 * sum(weights) / 4)
     assert row["preference_loss"] == 0.5
+
+
+def test_balanced_both_kinds_count_equally_also_after_a_resume_and_on_two_processes(
+    tiny, ratings, tmp_path
+):
+    """By hand: 2 thumbs up and 6 down count as 4 each with the weights 2 and 2/3."""
+    data = tmp_path / "imbalanced.jsonl"
+    rows = [json.loads(x) for x in ratings.read_text().splitlines()[:8]]
+    rows = [row | {"label": i < 2} for i, row in enumerate(rows)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ("--batch_size=8", "--max_steps=3", "--optim.lr=0.01", "--precision=64-true")
+    weights = ("--kto.desirable_weight=2", f"--kto.undesirable_weight={4 / 6}")
+    balance = "--kto.balance=true"
+    expected = train(tiny, data, tmp_path / "by-hand", *argv, *weights)
+    assert expected["rows"][-1]["loss"] != expected["rows"][0]["loss"] == pytest.approx(0.5)
+    assert_same(train(tiny, data, tmp_path / "run", *argv, balance), expected)
+    out = tmp_path / "resumed"
+    train(tiny, data, out, *argv, balance, "--stop_at=1")
+    train(tiny, data, out, *argv, balance, "--stop_at=2", "--resume=auto")
+    start("kto", ["--config", out / "settings.yaml", "--stop_at=null", "--resume=auto"])
+    assert_same(result(out), expected)
+    of_two = tmp_path / "two"
+    ranks(2, lambda rank: train(tiny, data, of_two, *argv, balance, "--devices=2") and None)
+    for row, own in zip(result(of_two)["rows"], expected["rows"]):
+        assert (row["loss"], row["grad_norm"]) == pytest.approx((own["loss"], own["grad_norm"]))
+    with pytest.raises(BadInput, match="^kto.balance: it sets .* to 2 and .* and you gave 3 and 1"):
+        train(tiny, data, tmp_path / "no", *argv, balance, "--kto.desirable_weight=3")
 
 
 def test_auc_is_the_chance_that_a_desirable_reward_is_above_an_undesirable_one():

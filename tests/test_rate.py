@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from conftest import ROOT, Started, start, until
 
 from infra.settings import Data
 from models.hub import Source
-from rate.desk import training_command
 from records.examples import load_examples
 from records.tokenizer import Tokenizer
 
@@ -325,18 +325,10 @@ def test_the_command_on_the_page_trains_on_the_thumbs(opened, tiny, monkeypatch)
     assert code == 0 and f"train on them: {reply['command']}" in said
     python, program, *argv = shlex.split(reply["command"])
     assert (python, Path(program).resolve()) == ("python", ROOT / "kto.py")
-    assert argv[-2:] == ["--kto.desirable_weight", "4"], "2 up, 8 down"
     start("kto", [*argv, "--precision=32-true", "--progress=false"])
+    weights = yaml.safe_load(Path("out/thumbs-1/settings.yaml").read_text())["kto"]
+    # by hand: 2 up and 8 down count as 5 each
+    assert (weights["desirable_weight"], weights["undesirable_weight"]) == (2.5, 0.625)
     assert Path("out/thumbs-1/final").is_dir()
     again = opened(f"--model={tiny}", "--ratings=my ratings.jsonl")
     assert "--out_dir out/thumbs-2" in again("/state")[1]["command"]
-
-
-@pytest.mark.parametrize(
-    "up, down, weights", [(20, 20, []), (15, 20, []), (30, 10, ["un", "3"]), (5, 40, ["", "8"])]
-)
-def test_a_rare_kind_of_thumb_gets_its_class_weight(up, down, weights):
-    """By hand: the rarer kind, with its weight, counts as much as the other one."""
-    words = training_command("m", Path("r.jsonl"), up, down)
-    expected = [f"--kto.{weights[0]}desirable_weight", weights[1]] if weights else []
-    assert words[10:] == expected
