@@ -60,18 +60,16 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
         with user_error("accelerator: gpu (--accelerator cpu computes on the CPU)"):
             what = torch.cuda.get_device_name(0)
     say(f"device: {what}" + (f", {devices * nodes} processes" if devices * nodes > 1 else ""))
-    precision = resolve_precision(cfg.precision, devices if on_gpu else 0, n_layer, n_embd)
+    precision = resolve_precision(cfg.precision, on_gpu, n_layer, n_embd)
     return dict(devices=devices, accelerator=accelerator, precision=precision)
 
 
-def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: int) -> str:
-    """The setting `precision`. If it is not given: the fastest one for a model of this size on this many GPUs (0 for
-    the CPU). Raises BadInput."""
-    for gpu in range(gpus):
-        if multiplies_bfloat16(gpu):
-            continue
-        name = torch.cuda.get_device_name(gpu)
-        major, minor = torch.cuda.get_device_capability(gpu)
+def resolve_precision(precision: str | None, on_gpu: bool, n_layer: int, n_embd: int) -> str:
+    """The setting `precision`. If it is not given: the fastest one for a model of this size on this machine, whose GPUs
+    are of one kind. Raises BadInput."""
+    if on_gpu and not multiplies_bfloat16(0):
+        name = torch.cuda.get_device_name(0)
+        major, minor = torch.cuda.get_device_capability(0)
         reason = f"{name} (capability {major}.{minor}, below 8.0) does not multiply bfloat16"
         refuse_unless(
             precision not in ("bf16-mixed", "bf16-true"),
@@ -86,7 +84,7 @@ def resolve_precision(precision: str | None, gpus: int, n_layer: int, n_embd: in
     # at 135M (benchmarks/RESULTS.md). Without these products bfloat16 is about six times slower.
     cpu_multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     cpu_gains = cpu_multiplies and 12 * n_layer * n_embd**2 > 50e6
-    precision = "bf16-mixed" if gpus or cpu_gains else "32-true"
+    precision = "bf16-mixed" if on_gpu or cpu_gains else "32-true"
     say(f"precision: {precision}, which is fastest for this machine and a model of this size")
     return precision
 
