@@ -28,9 +28,8 @@ from tiny_models import gpt2_from_hf
 
 import kto
 from infra import checkpoint
-from infra.checkpoint import checkpoints_by_step, read_state
+from infra.checkpoint import checkpoints_by_step
 from infra.console import BadInput, Failed
-from infra.parse import parse
 
 RUN = ("--batch_size=7", "--max_steps=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
@@ -132,7 +131,6 @@ def test_a_cell_of_a_notebook_goes_on_with_what_it_prints_and_reads_no_argument_
     monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
-    assert parse(kto.Settings, None, kto.KTO, demo="demo.yaml").model == "demo/base"
     argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=8", "--max_steps=2"]
     kto.main([*argv, "--stop_at=1"])
     (printed,) = re.findall(r"continue with\n  main\((\[.*\])\)", capsys.readouterr().out)
@@ -142,7 +140,6 @@ def test_a_cell_of_a_notebook_goes_on_with_what_it_prints_and_reads_no_argument_
     fault = "^program: the run is one of KTO in a notebook, and this is Mine in a notebook$"
     with pytest.raises(BadInput, match=fault):
         kto.main(ast.literal_eval(printed), objective=Mine)
-    monkeypatch.setattr(sys, "argv", ["/usr/lib/colab_kernel_launcher.py", "-f", "kernel.json"])
     kto.main(ast.literal_eval(printed))
     assert (out / "final").exists()
 
@@ -322,15 +319,16 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
         assert all(torch.equal(exported[n], x) for n, x in weights.items())
 
 
-def test_a_best_step_that_is_no_better_than_the_start_is_said(tiny, ratings, tmp_path, capsys):
+@pytest.mark.parametrize("lr, is_better", [(0, False), (1e-3, True)])
+def test_a_best_step_that_is_no_better_than_the_start_is_said(
+    lr, is_better, tiny, ratings, tmp_path, capsys
+):
     argv = (VAL, "--val_interval=1", "--keep_best=loss", "--max_steps=2", "--batch_size=6")
+    train(tiny, ratings, tmp_path, *argv, f"--optim.lr={lr}")
+    first, *others = [float(row["loss"]) for row in rows_of(tmp_path / "val.csv")]
+    assert (min(others) < first) == is_better
     line = "keep_best: loss: no step was better than the model before the run"
-    train(tiny, ratings, tmp_path / "far", *argv, "--optim.lr=0")
-    losses = [float(row["loss"]) for row in rows_of(tmp_path / "far" / "val.csv")]
-    assert min(losses) == losses[0] and line in capsys.readouterr().out
-    train(tiny, ratings, tmp_path / "near", *argv, "--optim.lr=1e-3")
-    losses = [float(row["loss"]) for row in rows_of(tmp_path / "near" / "val.csv")]
-    assert min(losses) < losses[0] and line not in capsys.readouterr().out
+    assert (line in capsys.readouterr().out) != is_better
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -365,31 +363,6 @@ def test_a_full_disk_while_saving_is_said_and_the_older_checkpoint_stays(
     assert not (step(out, 4) / stale.name).exists()
     if n == 1:
         assert_same(result(out), finished[0])
-    checkpoint.write_whole(tmp_path / "note", "older")
-    with pytest.raises(UnicodeEncodeError):
-        checkpoint.write_whole(tmp_path / "note", "newer, and then what cannot be written: \ud800")
-    assert (tmp_path / "note").read_text() == "older"
-
-
-def test_an_error_in_a_validation_loses_no_step_and_the_resume_is_the_same_run(
-    tiny, ratings, tmp_path
-):
-    argv = (*RUN, VAL, "--val_interval=2", "--keep_best=loss", "--eval.check_interval=2")
-    calls = []
-
-    def checker(answers):
-        calls.append(len(answers))
-        if len(calls) == 3:  # at step 4, after that of step 0
-            raise RuntimeError("out of memory")
-        return [True] * len(answers)
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        train(tiny, ratings, tmp_path / "a", *argv, checker=checker)
-    assert max(checkpoints_by_step(tmp_path / "a")) == 4
-    a = train(tiny, ratings, tmp_path / "a", *argv, "--resume=auto", checker=checker)
-    assert_same(a, train(tiny, ratings, tmp_path / "b", *argv, checker=checker))
-    a, b = (read_state(step(tmp_path / x, 9)) for x in "ab")
-    assert (a.best_step, a.unvalidated) == (b.best_step, False)
 
 
 def test_a_copy_of_a_checkpoint_beside_it_is_left_alone(tiny, ratings, tmp_path):

@@ -185,15 +185,9 @@ def test_a_run_says_what_its_steps_leave_without_effect(
 
 REFUSED = [
     ("--data.split=99,1", "data.split: 99,1: the val share is empty"),
-    ("--data.split=99,0,1", "data.split: 99,0,1: the test share is empty"),
     ("--keep_best=loss", "keep_best: data.val: no examples"),
-    (r"--eval.stop=['\n']", r"eval.stop: \\n: a backslash and a letter, not a line break"),
     (r"--eval.stop=['x','\nHuman:']", r"eval.stop: \\nHuman:: a backslash"),
-    ("--lora.quantize=nf4", "lora.quantize: a quantised model cannot be trained"),
-    *(
-        (f"--{name}=s3://bucket/x", f"{name}: expected LocalPath or null, got s3://bucket/x")
-        for name in ("out_dir", "resume", "reference_cache", "data.chat_template")
-    ),
+    ("--out_dir=s3://bucket/x", "out_dir: expected LocalPath or null, got s3://bucket/x"),
 ]
 
 
@@ -204,20 +198,18 @@ def test_what_cannot_act_as_it_is_meant_is_refused(argv, message, said):
 
 
 ASKED = [
-    ("--out=b.jsonl", "only with --prompts"),
-    ("--extra=a", "only with --prompts"),
-    ("--num_generations=2", "only with --prompts"),
-    ("--batch_size=2", "only with --prompts"),
-    ("--temperature=0 --seed=2", "temperature 0 takes the likeliest token"),
-    ("--temperature=0 --top_p=0.5", "temperature 0 takes the likeliest token"),
+    ("--out=b.jsonl --extra=a --num_generations=2 --batch_size=2", "only with --prompts"),
+    ("--temperature=0 --seed=2 --top_p=0.5", "temperature 0 takes the likeliest token"),
     ("--chat_template_kwargs=a=b", "no record goes through the chat template"),
 ]
 
 
 @pytest.mark.parametrize("argv, message", ASKED)
 def test_generate_refuses_settings_that_have_no_effect(argv, message, tiny):
-    with pytest.raises(BadInput, match=f"no effect: .*{message}"):
+    with pytest.raises(BadInput, match=f"no effect: .*{message}") as e:
         start("generate", [f"--model={tiny}", "--prompt=a", *argv.split()])
+    names = [word[2:].split("=")[0] for word in argv.split()]
+    assert all(name in str(e.value) for name in names if name != "temperature")
 
 
 @pytest.mark.parametrize("program", ["export", "sweep"])

@@ -34,31 +34,30 @@ def run_settings(**kw) -> kto.Settings:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def test_an_interval_is_steps_or_a_fraction_of_an_epoch():
-    assert steps_of(7, per_epoch=20) == 7
-    assert steps_of("1 epoch", per_epoch=20) == steps_of("1.0 epochs", per_epoch=20) == 20
-    assert steps_of("0.25 epochs", per_epoch=20) == steps_of(".25 epochs", per_epoch=20) == 5
-    for share, steps in (("0.17", 3), ("0.19", 4)):
-        assert steps_of(f"{share} epochs", per_epoch=20) == steps, "to the nearest"
-    assert steps_of("2.5 epochs", per_epoch=20) == 50
-    assert steps_of("0.001 epochs", per_epoch=20) == 1, "an interval is never 0"
-    assert steps_of(0, per_epoch=20) == 0, "no warmup"
+@pytest.mark.parametrize(
+    "interval, steps",
+    [
+        (7, 7),
+        (0, 0),  # no warmup
+        ("1 epoch", 20),
+        ("2.5 epochs", 50),
+        (".25 epochs", 5),
+        ("0.17 epochs", 3),  # to the nearest
+        ("0.19 epochs", 4),
+        ("0.001 epochs", 1),  # an interval is never 0
+    ],
+)
+def test_an_interval_is_steps_or_a_fraction_of_an_epoch(interval, steps):
+    assert steps_of(interval, per_epoch=20) == steps
 
 
 @pytest.mark.parametrize(
-    "settings, per_epoch, total",
-    [
-        ({}, 10, 10),
-        ({"epochs": 3}, 10, 30),
-        ({"epochs": 3, "max_steps": 7}, 10, 7),
-        ({"epochs": 3, "max_steps": 47}, 10, 47),
-    ],
+    "settings, total",
+    [({}, 10), ({"epochs": 3}, 30), ({"epochs": 3, "max_steps": 7}, 7), ({"max_steps": 47}, 47)],
 )
-def test_max_steps_overrides_epochs_and_an_epoch_leaves_out_the_rest(settings, per_epoch, total):
+def test_max_steps_overrides_epochs_and_an_epoch_leaves_out_the_rest(settings, total):
     # 10 batches and 7 examples
-    plan = run_plan(run_settings(batch_size=8, **settings), 87)
-    assert (plan.per_epoch, plan.begin, plan.end, plan.total) == (per_epoch, 0, total, total)
-    assert isinstance(plan.total, int), "range() takes it"
+    assert run_plan(run_settings(batch_size=8, **settings), 87) == Plan(10, total, 0, total, 10)
 
 
 def test_intervals_in_epochs_count_from_the_iterations_begin_and_in_steps_over_the_run():
@@ -96,29 +95,22 @@ def test_iterations_lie_end_to_end_under_one_schedule():
 # ---- the learning rate ---------------------------------------------------------------------------
 
 
-def rates(total: int, per_epoch: int = 10, **optim) -> list[float]:
-    plan, o = Plan(per_epoch, total, 0, total, per_epoch), Optim(**optim)
-    return [lr_at(step, plan, o) for step in range(1, total + 1)]
-
-
-def test_linear_falls_from_the_peak_by_equal_steps():
-    # 2 up, then 1 down in 6
-    expected = [0.5, 1.0, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
-    assert rates(8, lr=1.0, warmup=2, schedule="linear") == pytest.approx(expected)
-
-
-def test_cosine_falls_from_the_peak_as_half_a_wave():
-    # (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
-    expected = [0.5, 1.0, 1.0, 0.9330127019, 0.75, 0.5, 0.25, 0.0669872981]
-    assert rates(8, lr=1.0, warmup=2, schedule="cosine") == pytest.approx(expected)
-
-
-def test_the_constant_schedule_stays_after_a_warmup_that_is_a_line():
-    assert rates(8, lr=2.0, warmup=4, schedule="constant") == [0.5, 1.0, 1.5] + [2.0] * 5
-    assert rates(4, lr=3.0, schedule="constant") == [3.0] * 4
-    assert rates(4, lr=1.0, warmup=9) == [1 / 9, 2 / 9, 3 / 9, 4 / 9], (
-        "a run that ends in its warmup"
-    )
+@pytest.mark.parametrize(
+    "total, optim, expected",
+    [
+        # 2 up, then 1 down in 6
+        (8, dict(warmup=2, schedule="linear"), [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        # (1 + cos x) / 2 at x = 0, 30, 60, 90, 120, 150 degrees
+        (8, dict(warmup=2, schedule="cosine"), [0.5, 1, 1, 0.9330127, 0.75, 0.5, 0.25, 0.0669873]),
+        (8, dict(warmup=4, schedule="constant"), [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        (4, dict(schedule="constant"), [1, 1, 1, 1]),
+        (4, dict(warmup=9), [1 / 9, 2 / 9, 3 / 9, 4 / 9]),  # a run that ends in its warmup
+    ],
+)
+def test_the_rate_rises_along_a_line_and_then_falls_as_the_schedule_says(total, optim, expected):
+    plan = Plan(10, total, 0, total, 10)
+    rates = [lr_at(step, plan, Optim(lr=2.0, **optim)) for step in range(1, total + 1)]
+    assert rates == pytest.approx([2 * x for x in expected])
 
 
 # ---- AdamW ---------------------------------------------------------------------------------------
