@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -171,40 +170,29 @@ def run(clone: Path, folder: Path, command: str) -> tuple[int, str, str]:
     return Started(folder, program, argv, first=first).ended()
 
 
-@pytest.mark.parametrize("name", HANDED)
-def test_an_example_runs_where_it_lies_by_its_command_and_resumes_by_the_printed_one(
-    name, clone, tmp_path, places
-):
+@pytest.mark.parametrize("name", [*HANDED, "my_checker"])
+def test_an_example_runs_where_it_lies_by_its_command(name, clone, tmp_path, places):
     text = (EXAMPLES / f"{name}.py").read_text()
     command, *_ = re.findall(r'(python examples/.*?)(?:""")?$', text, re.M)
     command = command.replace("http://127.0.0.1:8000", PLACES["server"])
     command = command.replace("FOLDER", str(PLACES["reward"]))
     command += " --batch_size 8 --max_steps 3 --eval.prompts 4"
-    if HANDED[name][0] is online:
+    if "online" in text:
         command += " --online.prompts_per_iteration 8"
-    code, said, stderr = run(clone, tmp_path / "a", f"{command} --stop_at 2")
-    (resume,) = re.findall(r"^  (python .*)$", said, re.M)
-    program = f"python examples/{name}.py --config "
-    assert code == 0 and resume.startswith(program) and resume.endswith(" --resume auto"), stderr
-    code, said, stderr = run(clone, tmp_path / "b", resume)
+    code, said, stderr = run(clone, tmp_path, command)
     assert code == 0 and "held-out accuracy by the checker" in said, stderr
 
 
-def test_blocks_of_ones_own_train_resume_and_export_a_model_that_their_file_alone_loads(
-    clone, tmp_path
-):
+def test_blocks_of_ones_own_resume_and_export_a_model_that_their_file_alone_loads(clone, tmp_path):
     """Log-probs of the export by hand: by transformers' GPT-2 with the other order of residuals."""
     command = "python examples/parallel_residual.py --batch_size 8 --max_steps 4 --eval.prompts 4"
     command += " --save_interval 2 --optim.lr 1e-2 --precision 32-true"
-    code, said, stderr = run(clone, tmp_path / "a", f"{command} --out_dir out/whole")
-    assert code == 0, stderr
-    assert "the blocks are ParallelBlock: log-probs are not compared" in said
     code, said, stderr = run(clone, tmp_path / "b", f"{command} --out_dir out/run --stop_at 2")
+    assert "the blocks are ParallelBlock: log-probs are not compared" in said, stderr
     (resume,) = re.findall(r"^  (python .*)$", said, re.M)
     code, said, stderr = run(clone, tmp_path / "c", resume)
     assert code == 0, stderr
     out = clone / "out" / "run"
-    assert_same(result(out), result(clone / "out" / "whole"))
     # its export: refused by kto.py and by transformers, read by its own file
     ask = f"--model {out / 'final'} --data.train demo/train.jsonl --max_steps 1 --eval.samples 0"
     code, _, stderr = run(clone, tmp_path / "d", f"python kto.py {ask}")
@@ -240,19 +228,6 @@ def test_blocks_of_ones_own_train_resume_and_export_a_model_that_their_file_alon
     assert float(row["sft_loss"]) == pytest.approx(np.mean(nll), rel=1e-4)
 
 
-def test_a_checker_of_ones_own_is_five_lines_and_its_accuracy_a_column_of_val_csv(clone, tmp_path):
-    command = "python examples/my_checker.py --max_steps 4 --eval.prompts 30 --out_dir out/c"
-    command += " --eval.check_interval 2 --val_interval 3"
-    code, said, stderr = run(clone, tmp_path, command)
-    assert code == 0 and "held-out accuracy by the checker" in said, stderr
-    shares = [row["checker_accuracy"] for row in rows_of(clone / "out" / "c" / "val.csv")]
-    assert [bool(x) for x in shares] == [True, True, False, True], "at 0, 2 and the end"
-    eval_ = clone / "out" / "c" / "eval"
-    after, fresh = (json.loads((eval_ / f"{x}.json").read_text()) for x in ("after", "step-3"))
-    right = sum(len(a["completion"].split()) < 4 for a in after["answers"])
-    assert float(shares[-1]) == right / 30 and after["step"] == 4 and len(fresh["samples"]) == 4
-
-
 def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(
     clone, tmp_path
 ):
@@ -261,7 +236,7 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert text.count(old) == 1
     new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z_B))"
     (clone / "mine.py").write_text(text.replace(old, new))
-    base = "python mine.py --batch_size 8 --max_steps 30 --eval.prompts 4 --save_interval 5"
+    base = "python mine.py --batch_size 8 --max_steps 14 --eval.prompts 4 --save_interval 5"
     code, _, stderr = run(clone, tmp_path / "a", f"{base} --out_dir out/whole-copy")
     assert code == 0, stderr
     out = clone / "out" / "copy-run"
@@ -269,7 +244,7 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen([sys.executable, *typed], cwd=clone, **pipes)  # a real one
     metrics = out / "metrics.csv"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 5)
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
@@ -426,44 +401,46 @@ def test_a_loss_that_compares_up_with_down_is_refused_in_a_file_sorted_by_label(
         train(tiny, data, tmp_path / "run", *COMMON, size, objective=partial(Changed, loss=loss))
 
 
-def test_a_loss_may_change_its_log_probs_in_place_and_metrics_may_be_tensors(
-    tiny, ratings, tmp_path
-):
-    class InPlace(kto.KTO):
-        def loss(self, logps, ref_logps, batch, z_B):
-            logps /= batch.length
-            ref_logps /= batch.length
-            return super().loss(logps, ref_logps, batch, z_B)
-
+def test_metrics_may_be_tensors_and_numbers_of_numpy(tiny, ratings, tmp_path):
+    class Own(kto.KTO):
         def metrics(self, columns, z):
             mine = {"a": columns["loss"].mean(), "b": np.float32(2), "c": torch.ones(1), "d": None}
             return super().metrics(columns, z) | mine
 
-    class Divided(kto.KTO):
-        def loss(self, logps, ref_logps, batch, z_B):
-            lengths = batch.length
-            return super().loss(logps / lengths, ref_logps / lengths, batch, z_B)
-
-    given = (tiny, ratings)
-    one = train(
-        *given, tmp_path / "one", *COMMON, "--kto.loss=apo_zero_unpaired", objective=InPlace
-    )
-    other = train(
-        *given, tmp_path / "other", *COMMON, "--kto.loss=apo_zero_unpaired", objective=Divided
-    )
-    for row, expected in zip(one["rows"], other["rows"], strict=True):
-        assert row["loss"] == expected["loss"] and row["a"] == pytest.approx(row["loss"])
-        assert (row["b"], row["c"]) == (2, 1)
+    for row in train(tiny, ratings, tmp_path, *COMMON, objective=Own)["rows"]:
+        assert row["a"] == pytest.approx(row["loss"])
+        assert (row["b"], row["c"], row["d"]) == (2, 1, None)
 
 
-def test_a_misspelt_name_and_parameters_that_nobody_trains_are_refused():
-    objective = type("Mine", (kto.KTO,), {"mak_z": kto.KTO.make_z})(kto.KTOSettings())
-    with pytest.raises(BadInput, match=r"Mine.mak_z: not known: did you mean make_z"):
+KNOWN = kto.KTOSettings()
+OF_DPO = dpo.DPOSettings()
+
+
+@pytest.mark.parametrize(
+    "base, args, own, fault",
+    [
+        (kto.KTO, KNOWN, {"mak_z": kto.KTO.make_z}, "mak_z: not known: did you mean make_z"),
+        (kto.KTO, KNOWN, {"baseline": kto.KTO.make_z}, "baseline: not known: did you mean make_z"),
+        (kto.KTO, KNOWN, {"average_logps": KNOWN.average_logps}, None),
+        (kto.KTO, KNOWN, {"average_logps": not KNOWN.average_logps}, "average_logps: __init__ replaces it"),
+        (kto.KTO, KNOWN, {"needs_mismatched_pairs": False}, "needs_mismatched_pairs: __init__ replaces it by True"),
+        (dpo.DPO, OF_DPO, {"average_logps": True}, "average_logps: "),
+        (dpo.DPO, OF_DPO, {"mismatched_completions": lambda self, examples: examples},
+         "mismatched_completions: it would not be called"),
+        (kto.KTO, KNOWN, {"__doc__": None}, None),  # python -OO
+    ],
+)  # fmt: skip
+def test_an_attribute_that_would_have_no_effect_is_refused(base, args, own, fault):
+    objective = type("Mine", (base,), own)(args)
+    if fault is None:
         check_objective(objective)
-    of_an_earlier_version = type("Mine", (kto.KTO,), {"baseline": kto.KTO.make_z})
-    with pytest.raises(BadInput, match=r"Mine.baseline: not known: did you mean make_z"):
-        check_objective(of_an_earlier_version(kto.KTOSettings()))
-    objective = kto.KTO(kto.KTOSettings())
+    else:
+        with pytest.raises(BadInput, match=f"^Mine.{fault}"):
+            check_objective(objective)
+
+
+def test_parameters_that_nobody_trains_are_refused():
+    objective = kto.KTO(KNOWN)
     objective.head = torch.nn.Linear(2, 1)
     with pytest.raises(BadInput, match="KTO.head: .* make it in make_module"):
         check_objective(objective)
@@ -471,109 +448,58 @@ def test_a_misspelt_name_and_parameters_that_nobody_trains_are_refused():
     check_objective(objective)
 
 
-def test_an_attribute_that_is_none_is_known(monkeypatch):
-    """Such as all __doc__ of python -OO."""
-    for kind in kto.KTO.__mro__[:-1]:
-        monkeypatch.setattr(kind, "__doc__", None)
-    check_objective(kto.KTO(kto.KTOSettings()))
-
-
-def test_an_attribute_or_a_pairing_that_would_have_no_effect_is_refused():
-    def made(base, given, **own):
-        return type("Mine", (base,), own)(given)
-
-    for value in (True, False):
-        args = kto.KTOSettings(average_logps=value)
-        check_objective(made(kto.KTO, args, average_logps=value))
-        with pytest.raises(BadInput, match="^Mine.average_logps: __init__ replaces it"):
-            check_objective(made(kto.KTO, args, average_logps=not value))
-    with pytest.raises(
-        BadInput, match="^Mine.needs_mismatched_pairs: __init__ replaces it by True"
-    ):
-        check_objective(made(kto.KTO, kto.KTOSettings(), needs_mismatched_pairs=False))
-    with pytest.raises(BadInput, match="^Mine.average_logps: "):
-        check_objective(made(dpo.DPO, dpo.DPOSettings(), average_logps=True))
-    with pytest.raises(BadInput, match="^Mine.mismatched_completions: it would not be called"):
-        own = {"mismatched_completions": lambda self, examples: [None] * len(examples)}
-        check_objective(made(dpo.DPO, dpo.DPOSettings(), **own))
-
-
-@pytest.mark.parametrize("draw", ["numpy", "python"])
-def test_random_numbers_of_numpy_and_python_are_the_same_in_a_second_run_and_in_a_resume(
-    draw, tiny, ratings, tmp_path
+def test_random_numbers_of_a_fork_are_the_same_in_a_resume_and_on_every_rank(
+    tiny, ratings, tmp_path
 ):
     class Drawn(kto.KTO):
         def mismatched_completions(self, examples):
-            numbers = list(range(len(examples)))
-            if draw == "numpy":
-                np.random.shuffle(numbers)
-            else:
-                random.shuffle(numbers)
+            numbers = torch.randperm(len(examples)).tolist()
+            np.random.shuffle(numbers)
             return [examples[i].completions[0] for i in numbers]
 
         def make_z(self, logratio_n, step):
-            noise = np.random.rand() if draw == "numpy" else random.random()
-            return super().make_z(logratio_n, step) + noise
+            return super().make_z(logratio_n, step) + random.random()
 
-    argv = (*COMMON, "--save_interval=1")
-    whole = train(tiny, ratings, tmp_path / "whole", *argv, objective=Drawn)
-    np.random.seed(7)
-    random.seed(7)
-    assert_same(train(tiny, ratings, tmp_path / "again", *argv, objective=Drawn), whole)
-    train(tiny, ratings, tmp_path / "part", *argv, "--stop_at=2", objective=Drawn)
-    np.random.seed(8)
-    random.seed(8)
-    resumed = train(tiny, ratings, tmp_path / "part", *argv, "--resume=auto", objective=Drawn)
-    assert_same(resumed, whole)
+    argv = (*COMMON, "--save_interval=1", "--strategy=ddp")
 
+    def work(n: int, folder: str, seed: int, *more) -> dict:
+        def one(rank):
+            np.random.seed(seed + rank)
+            random.seed(seed + rank)
+            return train(tiny, ratings, tmp_path / folder, *argv, *more, objective=Drawn)
 
-def test_metrics_that_change_their_columns_change_nothing_else(tiny, ratings, tmp_path):
-    class Clamped(kto.KTO):
-        last = 0.0
+        return ranks(n, one)[0]
 
-        def metrics(self, columns, z):
-            columns["logratio"].clamp_(-1e-3, 1e-3)
-            return super().metrics(columns, z)
-
-        def after_step(self, step, columns, z):
-            self.last = columns["logratio"].abs().mean().item()
-
-        def make_z(self, logratio_n, step):
-            return self.last
-
-        def state_dict(self):
-            return {"last": self.last}
-
-    runs = []
-    for interval in (1, 9):
-        argv = (*COMMON, f"--log_interval={interval}")
-        runs.append(train(tiny, ratings, tmp_path / str(interval), *argv, objective=Clamped))
-    for name, x in runs[0]["weights"].items():
-        assert torch.equal(x, runs[1]["weights"][name])
+    whole = work(1, "whole", 1)
+    work(1, "part", 2, "--stop_at=2")
+    assert_same(work(1, "part", 3, "--resume=auto"), whole)
+    for a, b in zip(numbers(work(2, "two", 4)), numbers(whole), strict=True):
+        assert (a["loss"], a["kl"]) == pytest.approx((b["loss"], b["kl"]), abs=1e-4)
 
 
-def test_learning_rates_of_an_optimizers_groups_are_refused_as_they_would_have_no_effect(
-    tiny, ratings, tmp_path
-):
+def sgd_of(*groups):
+    """An optimizer with these groups of the policy's parameters: its first one, and all others."""
+
     def optimizer(policy, cfg):
         first, *others = policy.parameters()
-        return torch.optim.SGD([{"params": [first], "lr": 0.0}, {"params": others, "lr": 0.5}])
+        params = [first], others
+        return torch.optim.SGD([{"params": p} | group for p, group in zip(params, groups)], lr=0.5)
 
-    with pytest.raises(BadInput, match=r"^optimizer: .*\[0.0, 0.5\], but the loop .*lr_scale"):
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "optimizer, fault",
+    [
+        (sgd_of({"lr": 0.0}, {}), r".*\[0.0, 0.5\], but the loop .*lr_scale"),
+        (sgd_of({}), r"\d+ weights are in none .* would never change, \S+ first"),
+    ],
+)
+def test_an_optimizers_own_rates_and_weights_that_it_leaves_out_are_refused(
+    optimizer, fault, tiny, ratings, tmp_path
+):
+    with pytest.raises(BadInput, match=f"^optimizer: {fault}"):
         train(tiny, ratings, tmp_path / "run", *COMMON, optimizer=optimizer)
-
-
-def test_rewards_are_logged_with_the_beta_of_their_step(tiny, ratings, tmp_path):
-    by_hand = []
-
-    class Growing(kto.KTO):
-        def after_step(self, step, columns, z):
-            by_hand.append(self.args.beta * columns["logratio"].mean().item())
-            self.args = replace(self.args, beta=2 * self.args.beta)
-
-    rows = train(tiny, ratings, tmp_path, *COMMON, objective=Growing)["rows"]
-    assert [row["rewards/mean"] for row in rows] == pytest.approx(by_hand)
-    assert abs(by_hand[-1]) > 1e-3
 
 
 def test_an_example_has_the_same_number_in_each_epoch_and_after_a_resume(tiny, ratings, tmp_path):
@@ -611,33 +537,31 @@ def test_a_second_file_of_a_forks_own_is_compared_by_a_resume(tiny, ratings, tmp
 
 
 class Columns(kto.KTO):
-    """With columns of these names, in this order; all of name x are 1.0, of name y 2.0."""
+    """With two more columns, in another order on rank 1, which may lack the first."""
 
-    names = staticmethod(lambda batch: "xy")
+    lacks = ""
 
     def loss(self, logps, ref_logps, batch, z_B):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
-        values = {"x": 1.0, "y": 2.0}
-        more = {name: torch.full_like(loss_B, values[name]) for name in self.names(batch)}
+        more = {"x": torch.full_like(loss_B, 1.0), "y": torch.full_like(loss_B, 2.0)}
+        if os.environ["RANK"] == "1":
+            more = {name: more[name] for name in "yx" if name != self.lacks}
         return loss_B, columns | more
 
 
-class ByRank(Columns):
-    names = staticmethod(lambda batch: "xy" if os.environ["RANK"] == "0" else "y")
+class Lacking(Columns):
+    lacks = "x"
 
 
-class OrderByRank(Columns):
-    names = staticmethod(lambda batch: "xy" if os.environ["RANK"] == "0" else "yx")
+SPLIT = ("--batch_size=7", "--micro_batch_size=1", "--max_steps=2", "--strategy=ddp")
 
 
 def test_a_column_that_only_some_micro_batches_have_is_refused(tiny, ratings, tmp_path):
-    argv = ("--batch_size=6", "--micro_batch_size=1", "--max_steps=2", "--strategy=ddp")
-
     def work(rank):
         # of ranks that differ the first one ends when the others have said it
         match = "^loss: columns [xy](, y)?: not of every micro-batch" if rank else None
         with pytest.raises(BadInput if match else RuntimeError, match=match):
-            train(tiny, ratings, tmp_path, *argv, objective=ByRank)
+            train(tiny, ratings, tmp_path, *SPLIT, objective=Lacking)
 
     ranks(2, work)
 
@@ -646,9 +570,8 @@ def test_columns_of_ones_own_reach_metrics_and_val_as_means_also_in_another_orde
     tiny, ratings, tmp_path
 ):
     """Of 7 examples on two processes one has a filler."""
-    argv = ("--batch_size=7", "--micro_batch_size=1", "--max_steps=2", "--strategy=ddp")
-    given = (tiny, ratings, tmp_path, *argv, f"--data.val={ratings}")
-    run, *_ = ranks(2, lambda rank: train(*given, objective=OrderByRank))
+    given = (tiny, ratings, tmp_path, *SPLIT, f"--data.val={ratings}")
+    run, *_ = ranks(2, lambda rank: train(*given, objective=Columns))
     for row in (*run["rows"], *rows_of(tmp_path / "val.csv")):
         assert (float(row["x"]), float(row["y"])) == (1.0, 2.0)
 
@@ -703,19 +626,6 @@ def test_mismatched_pairs_of_ones_own_are_chosen_by_what_the_step_before_has_lef
     train(tiny, ratings, tmp_path / "run", *argv, "--stop_at=3", objective=Follower)
     again = train(tiny, ratings, tmp_path / "run", *argv, "--resume=auto", objective=Follower)
     assert_same(again, whole)
-
-
-class Drawn(kto.KTO):
-    def mismatched_completions(self, examples):
-        return [examples[i].completions[0] for i in torch.randperm(len(examples))]
-
-
-def test_mismatched_pairs_that_are_drawn_at_random_are_the_same_on_all_ranks(
-    tiny, ratings, tmp_path
-):
-    argv = (*COMMON[:1], *COMMON[2:5], "--max_steps=4", "--micro_batch_tokens=60", "--strategy=ddp")
-    run, _ = ranks(2, lambda _: train(tiny, ratings, tmp_path, *argv, objective=Drawn))
-    assert run["rows"][0]["loss"] == 0.5 and run["rows"][0]["kl/pairs"] == 6
 
 
 class Ages(kto.KTO):
@@ -825,14 +735,9 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     argv = (tiny, ratings, tmp_path / "run", *COMMON)
     train(*argv, "--stop_at=3", trainer=SyncedReference)
     assert_same(train(*argv, "--resume=auto", trainer=SyncedReference), whole)
-    # a checkpoint with LoRA and another reference has two bases: the export takes the policy's
-    lora = ("--max_steps=2", "--lora.rank=2", f"--reference={tiny}")
-    run = train(tiny, ratings, tmp_path / "lora", *COMMON, *lora, trainer=SyncedReference)
-    assert torch.equal(run["weights"]["transformer.wte.weight"], start["transformer.wte.weight"])
-    assert (tmp_path / "lora" / "final_adapter").exists(), "the policy's base has not moved"
 
 
-@pytest.mark.parametrize("share", [0.25, 0.4, 0.6])
+@pytest.mark.parametrize("share", [0.4, 0.6])
 def test_a_reference_in_bfloat16_moves_by_its_share_on_average(share, tiny, ratings, tmp_path):
     """Rounded to nearest, a share of 0.4 of one spacing would be nothing, and one of 0.6 the whole."""
 
@@ -902,28 +807,11 @@ def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():
 
 def test_humanlines_reference_is_the_policy_before_the_last_step(tiny, ratings, tmp_path):
     argv = (*COMMON, "--max_steps=4", "--save_interval=1", "--keep_last=9")
-    clipped = train_example("humanline", tiny, ratings, tmp_path / "a", *argv)
+    train_example("humanline", tiny, ratings, tmp_path / "a", *argv)
     for step in (2, 3, 4):
         before = saved(tmp_path / "a", step - 1, "weights")
         for name, x in saved(tmp_path / "a", step, "reference").items():
             assert torch.equal(x, before[name])
-    far = ("--kto.fall=99", "--kto.rise=99")
-    free = train_example("humanline", tiny, ratings, tmp_path / "b", *argv, further=far)
-    assert numbers(free)[0] == numbers(clipped)[0] and numbers(free)[1] != numbers(clipped)[1]
-    every_2 = ("--kto.sync_interval=2",)
-    train_example("humanline", tiny, ratings, tmp_path / "c", *argv, further=every_2)
-    step_2 = saved(tmp_path / "c", 2, "weights")
-    for name, x in saved(tmp_path / "c", 4, "reference").items():
-        assert torch.equal(x, step_2[name])
-
-
-def test_humanlines_reference_needs_a_model_of_its_own_beside_adapters(tiny, ratings, tmp_path):
-    argv = (*COMMON, "--max_steps=3", "--lora.rank=2")
-    with pytest.raises(BadInput, match="^lora.rank: .*: give --reference, too, the model itself"):
-        train_example("humanline", tiny, ratings, tmp_path / "a", *argv)
-    argv = (*argv, f"--reference={tiny}")
-    rows = train_example("humanline", tiny, ratings, tmp_path / "b", *argv)["rows"]
-    assert rows[0]["rewards/mean"] == 0 != rows[1]["rewards/mean"]
 
 
 def test_the_best_weights_are_tested_with_the_memory_and_the_reference_of_their_step(
@@ -980,15 +868,6 @@ def test_a_group_learns_by_its_own_share_of_the_schedule(tiny, ratings, tmp_path
         for scale in (0.25, 0.0):
             share = 1.0 if ".h." in name else scale
             torch.testing.assert_close(moves[scale][name], share * move, rtol=1e-3, atol=1e-6)
-
-
-def test_weights_that_an_optimizer_leaves_out_are_refused(tiny, ratings, tmp_path):
-    def blocks_only(policy, cfg):
-        return torch.optim.SGD(blocks_and_others(policy)[:1], lr=cfg.optim.lr)
-
-    fault = r"^optimizer: \d+ weights are in none .* would never change, \S*(wte|wpe|ln_f)\S* first"
-    with pytest.raises(BadInput, match=fault):
-        train(tiny, ratings, tmp_path, *COMMON, optimizer=blocks_only)
 
 
 # ---- a module of one's own -----------------------------------------------------------------------
