@@ -1,23 +1,20 @@
-"""A record that holds one answer, two answers and a verdict, or lists of answers.
+"""The answers of a record to one prompt: one answer, two answers and a verdict, or lists of answers.
 
-Reading order: Judged (an answer, and what was said of it); judged_answers; own_record (our own form, but for the names
-of its fields).
+Reading order: Judged (an answer, and what was said of it); judged_answers; answers_of; prompt_fields.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from convert.layout import PAIR, TEXTS, Layout
-from convert.messages import (
-    alternating,
-    split_turns,
-    text_or_turns,
-    with_dialogue,
-    with_joined_parts,
-)
+from convert.layout import ANSWERS, PAIR, TEXTS, Layout
+from convert.messages import last_of_dialogue, split_turns, text_or_turns
+from convert.paths import Found
 from convert.values import Skipped, is_there, number
 from infra.console import BadInput
 from records.forms import ALIASES, PROMPTS, as_turns
+
+# a label or the ratings of an answer; None: nothing was said of it
+Judgement = bool | list | None
 
 
 class Judged(NamedTuple):
@@ -44,80 +41,91 @@ class Judged(NamedTuple):
         return self.fields | {name: x for name, x in record.items() if x is not None}
 
 
-def judge(layout: Layout, judged: Judged, ratings: list) -> Judged:
-    """The answer, judged by these ratings. Raises BadInput."""
-    score = number(ratings[0]) if len(ratings) == 1 else None
-    label = None
-    reason = ""
-    try:
-        label = layout.labels.of(ratings)
-    except Skipped as e:
-        reason = str(e)
-    return judged._replace(label=label, score=score, reason=reason)
-
-
-def judge_by_own_label(layout: Layout, judged: Judged) -> Judged:
-    """The answer, judged by the field of its record that is the label. Raises BadInput."""
-    names = [name for name in judged.fields if ALIASES.get(name, name) == "label"]
-    has_none = not layout.labels.wanted or layout.kind == "paired" or "chosen" in judged.fields
-    if len(names) > 1:
-        raise BadInput("label: given twice")
-    if not names and has_none:
-        return judged
-    ratings = [judged.fields[name] for name in names]
-    fields = {name: value for name, value in judged.fields.items() if name not in names}
-    return judge(layout, judged._replace(fields=fields), ratings)
-
-
 def judged_answers(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
     """The answers of a record to one prompt. Raises Skipped, BadInput."""
     columns = layout.columns
-    prompt = prompt_fields(layout, raw)
+    fields = prompt_fields(layout, raw)
+    ratings = ratings_of(layout, raw, fields)
     turn = columns["turn"].one(raw) if "turn" in columns else None
-    for name, value, judgement in answers_of(layout, raw):
+    for name, value, judgement in answers_of(layout, raw, ratings):
+        judged = Judged(where, fields)
         try:
-            answer = split_turns(text_or_turns(layout, name, value), layout.marks)
-            fields, answer = with_dialogue(prompt, name, answer, turn)
-            if not is_there(answer):
-                raise Skipped("with an empty answer")
+            if name:
+                judged = with_answer(layout, judged, name, value, turn)
         except Skipped as e:
             if layout.has_two_answers:  # if one of them cannot be read, both are dropped
                 raise
-            yield Judged(where, prompt, reason=str(e))
-            continue
-        judged = Judged(where, fields, answer)
-        if isinstance(judgement, list):
-            yield judge(layout, judged, judgement)
-        elif judgement is None:
-            yield judge_by_own_label(layout, judged)
+            yield judged._replace(reason=str(e))
         else:
-            yield judged._replace(label=judgement)
+            yield judge(layout, judged, judgement)
 
 
-def answers_of(layout: Layout, raw: dict) -> Iterator[tuple[str, object, bool | list | None]]:
-    """(column, answer, its label or its ratings) of each answer of a record; None: its own field is the label. Raises
-    Skipped, BadInput."""
+def ratings_of(layout: Layout, raw: dict, fields: dict) -> list[Found] | None:
+    """The ratings of a record's answers, each with its place. The record's own label leaves the fields. None if the
+    record has no label and needs none. Raises BadInput."""
+    if "label" in layout.columns:
+        return layout.columns["label"].all(raw)
+    names = [name for name in fields if ALIASES.get(name, name) == "label"]
+    if len(names) > 1:
+        raise BadInput("label: given twice")
+    if not names and (not layout.labels.wanted or layout.kind == "paired" or "chosen" in fields):
+        return None
+    return [((), fields.pop(name)) for name in names]
+
+
+def answers_of(
+    layout: Layout, raw: dict, ratings: list[Found] | None
+) -> list[tuple[str, object, Judgement]]:
+    """(column, answer, judgement) of each answer of a record. If no column leads to an answer, the record's own fields
+    have the answer, and the column is an empty text. Raises Skipped, BadInput."""
     columns = layout.columns
     if "verdict" in columns:
         verdict = layout.labels.of([value for _, value in columns["verdict"].all(raw)])
-        for name in ("a", "b"):
-            yield name, columns[name].one(raw), verdict in (name, "both")
-        return
-    for name in PAIR:
-        if name in columns:
-            for _, answer in columns[name].all(raw) or [((), None)]:
-                yield name, answer, name == "chosen"
-    all_ratings = columns["label"].all(raw) if "label" in columns else None
-    for name in ("completion", "messages"):
+        return [(name, columns[name].one(raw), verdict in (name, "both")) for name in ("a", "b")]
+    answers: list[tuple[str, object, Judgement]] = []
+    for name in ANSWERS:
         if name not in columns:
             continue
-        for index, answer in columns[name].all(raw) or [((), None)]:
-            ratings = None
-            if all_ratings is not None:
-                # The stars of both paths stand for the same places. The ratings' path has one star more where there
-                # are several raters, and may have fewer.
-                ratings = [x for at, x in all_ratings if at[: len(index)] == index[: len(at)]]
-            yield name, answer, ratings
+        for place, answer in columns[name].all(raw) or [((), None)]:
+            judgement: Judgement = name == "chosen"
+            if name not in PAIR:
+                judgement = ratings and [x for at, x in ratings if is_same_place(at, place)]
+            answers.append((name, answer, judgement))
+    return answers or [("", None, ratings and [rating for _, rating in ratings])]
+
+
+def is_same_place(place: tuple, other: tuple) -> bool:
+    """Whether the stars of two paths stand for the same places. The ratings' path has one star more than that of the
+    answers if there are several raters, and it may have fewer."""
+    n = min(len(place), len(other))
+    return place[:n] == other[:n]
+
+
+def with_answer(layout: Layout, judged: Judged, name: str, value: object, turn: object) -> Judged:
+    """The answer to which the column `name` leads, with its prompt. Raises Skipped, BadInput."""
+    answer = text_or_turns(layout, name, value)
+    if not is_there(answer):
+        raise Skipped("with an empty answer")
+    fields = judged.fields
+    if isinstance(answer, list):
+        fields, answer = last_of_dialogue(fields, name, answer, turn)
+    return judged._replace(fields=fields, answer=answer)
+
+
+def judge(layout: Layout, judged: Judged, judgement: Judgement) -> Judged:
+    """The answer with its label: the judgement, or what its ratings say. Raises BadInput."""
+    score = None
+    try:
+        if isinstance(judgement, list):
+            score = number(judgement[0]) if len(judgement) == 1 else None
+            judgement = layout.labels.of(judgement)
+    except Skipped as e:
+        # a score between the cuts ranks the answer in a pair
+        is_ranked = layout.kind == "paired" and layout.labels.are_cuts and score is not None
+        return judged._replace(score=score, reason="" if is_ranked else str(e))
+    is_bad = layout.kind == "demonstrations" and judgement is False
+    reason = "down: not to be imitated" if is_bad else ""
+    return judged._replace(label=judgement, score=score, reason=reason)
 
 
 def prompt_fields(layout: Layout, raw: dict) -> dict:
@@ -128,12 +136,13 @@ def prompt_fields(layout: Layout, raw: dict) -> dict:
             value = text_or_turns(layout, name, layout.columns[name].one(raw))
             if is_there(value):
                 fields[name] = value
-    for name, value in fields.items():
-        our_name = ALIASES.get(name, name)
-        if our_name in TEXTS:
-            fields[name] = split_turns(with_joined_parts(value), layout.marks)
-        if our_name in PROMPTS and layout.marks:
-            fields[name] = as_turns(fields[name])
+    if layout.marks:
+        for name, value in fields.items():
+            our_name = ALIASES.get(name, name)
+            if our_name in TEXTS and isinstance(value, str):
+                fields[name] = split_turns(value, layout.marks)
+            if our_name in PROMPTS:
+                fields[name] = as_turns(fields[name])
     if "prefix" in layout.columns:  # it ends the prompt, in the assistant's turn, and is not scored
         beginning = layout.columns["prefix"].one(raw)
         name = next((x for x in fields if ALIASES.get(x, x) in PROMPTS), "prompt")
@@ -142,14 +151,3 @@ def prompt_fields(layout: Layout, raw: dict) -> dict:
             turns = [*turns, {"role": "assistant", "content": beginning}]
         fields["prompt"] = turns
     return fields
-
-
-def own_record(layout: Layout, where: str, raw: dict) -> Judged:
-    """The record of ours that this one is. Raises Skipped, BadInput."""
-    fields = prompt_fields(layout, raw)
-    for name in layout.columns.keys() & fields.keys() & set(PROMPTS):
-        fields[name] = alternating(fields[name])
-    judged = Judged(where, fields)
-    if "label" in layout.columns:
-        return judge(layout, judged, [rating for _, rating in layout.columns["label"].all(raw)])
-    return judge_by_own_label(layout, judged)

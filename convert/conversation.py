@@ -33,42 +33,40 @@ class Node(NamedTuple):
 # ---- from a conversation to judged answers -------------------------------------------------------
 
 
-def rated_messages(
-    layout: Layout, where: str, raw: dict | list, places: list[str]
-) -> Iterator[Judged]:
-    """The answers of the assistant in a conversation.
-
-    raw: a record, or a list of messages: those of a whole file. places: file:line of each message of such a file;
-    else empty. Raises Skipped, BadInput.
-    """
-    columns = layout.columns
-    messages = raw if isinstance(raw, list) else columns["messages"].one(raw)
+def rated_messages(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
+    """The answers of the assistant in a conversation, which is a record. Raises Skipped, BadInput."""
+    messages = layout.columns["messages"].one(raw)
     if isinstance(messages, str):
         messages = opened(messages)
     if not is_there(messages):
         raise Skipped("without messages")
     if not isinstance(messages, list | dict):
         raise BadInput(f"messages: expected a list, got {messages!r:.50}")
-    nodes = nodes_of(layout, where, messages, places)
+    nodes = nodes_of(layout, [(where, message) for message in elements(messages)])
+    fields = {"conversation_id": where, **layout.fields_beside(raw)}
+    return rated_nodes(layout, nodes, fields, raw)
+
+
+def rated_nodes(
+    layout: Layout, nodes: list[Node], fields: dict, raw: dict | None
+) -> Iterator[Judged]:
+    """The answers of the assistant among these messages. fields: those beside the prompt. raw: the record with the
+    messages; None if each message is a record. Raises Skipped, BadInput."""
+    columns = layout.columns
     by_id = {node.id: node for node in nodes}
     if len(by_id) < len(nodes):
         twice = Counter(node.id for node in nodes).most_common(1)[0][0]
         raise BadInput(f"id: {twice}: two messages have it")
-    replies: dict[str | None, Node] = {}  # the user's first message after each answer
+    replies: dict[str | None, object] = {}  # the user's first message after each answer
     for node in nodes:
         if role_of(layout, node.raw) == "user":
-            replies.setdefault(node.parent, node)
-    fields = {}
-    if isinstance(raw, dict):
-        fields = {"conversation_id": where, **layout.fields_beside(raw)}
-    rated_nodes = nodes
+            replies.setdefault(node.parent, node.raw)
     if "rated" in columns:
-        rated_nodes = [pointed_at(columns["rated"].one(raw), nodes, by_id)]
+        nodes = [pointed_at(columns["rated"].one(raw), by_id)]
     rating_ids = set()
-    for node in rated_nodes:
-        has_its_rating = columns["label"].inner or isinstance(raw, list)
-        place = node.raw if has_its_rating else raw
-        ratings = [value for _, value in columns["label"].all(place)]
+    for node in nodes:
+        has_its_rating = columns["label"].inner or raw is None
+        ratings = [x for _, x in columns["label"].all(node.raw if has_its_rating else raw)]
         judged = Judged(node.where, fields)
         if not any(map(is_there, ratings)):
             if role_of(layout, node.raw) == "assistant":
@@ -80,81 +78,70 @@ def rated_messages(
             continue
         rating_ids.add(rating_id)
         try:
-            # where the messages are the records of a file, no path has a leading dot
-            layout.refuse_unwanted(node.raw, inner=isinstance(raw, dict))
-            turns = turns_up_to(layout, node, by_id)
+            # if the messages are the records of a file, no path has a leading dot
+            layout.refuse_unwanted(node.raw, inner=raw is not None)
+            judged = with_turns(layout, judged, node, turns_up_to(layout, node, by_id))
+            if node.id in replies:
+                with suppress(Skipped):  # no text
+                    judged = judged._replace(next=message(layout, replies[node.id])["content"])
         except Skipped as e:
             yield judged._replace(reason=str(e))
-            continue
-        judged = with_turns(layout, judged, node, turns, replies.get(node.id))
-        yield judged if judged.reason else judge(layout, judged, ratings)
+        else:
+            yield judge(layout, judged, ratings)
 
 
-def with_turns(
-    layout: Layout, judged: Judged, node: Node, turns: list[dict], reply: Node | None
-) -> Judged:
-    """A rated message of the assistant, with its prompt. turns: those before it and itself; reply: the user's next
-    message, which says what they thought of the answer. Raises BadInput where the message is not the assistant's."""
+def with_turns(layout: Layout, judged: Judged, node: Node, turns: list[dict]) -> Judged:
+    """A rated message of the assistant, with its prompt. turns: those up to this message. Raises Skipped, and BadInput
+    if the message is not the assistant's."""
     role = turns[-1]["role"] if turns else None
     if role != "assistant":
         raise BadInput(f"rated: message {node.id} is not the assistant's, but {role}'s")
     *before, answer = turns
     if not any(turn["role"] == "user" for turn in before):
-        return judged._replace(reason="without a question")
+        raise Skipped("without a question")
     fields = {**judged.fields, "prompt": before}
     for name in layout.extra:
         column = layout.columns.get(name)
         if column is not None and column.inner:
             fields[name] = column.one(node.raw)
-    if reply is not None:
-        with suppress(Skipped):  # no text
-            judged = judged._replace(next=message(layout, reply.raw)["content"])
     return judged._replace(fields=fields, answer=answer)
 
 
-def pointed_at(pointer: object, nodes: list[Node], by_id: dict[str, Node]) -> Node:
-    """The message that a record's label is for, by its id or its place. Raises Skipped, BadInput."""
+def pointed_at(pointer: object, by_id: dict[str, Node]) -> Node:
+    """The message that a record's label is for, by its id, or by its place if messages have no ids. Raises Skipped,
+    BadInput."""
     if not is_there(pointer):
         raise Skipped("not rated")
-    if str(pointer) in by_id:
-        return by_id[str(pointer)]
-    if isinstance(pointer, int) and -len(nodes) <= pointer < len(nodes):
-        return nodes[pointer]
-    raise BadInput(
-        f"rated: {pointer}: no such message; there is {nearest(str(pointer), list(by_id))}"
-    )
+    if str(pointer) not in by_id:
+        there = nearest(str(pointer), list(by_id))
+        raise BadInput(f"rated: {pointer}: no such message; there is {there}")
+    return by_id[str(pointer)]
 
 
 # ---- from a conversation to nodes ----------------------------------------------------------------
 
 
 def nodes_of(
-    layout: Layout,
-    where: str,
-    messages: list | dict,
-    places: list[str],
-    above: str | None = None,
+    layout: Layout, messages: list[tuple[str, object]], above: str | None = None
 ) -> list[Node]:
-    """The messages of a conversation, in the order of the file. above: the id of the message in which these lie, as
-    answers to it."""
+    """The messages of a conversation, in the order of the file. messages: each with its file:line. above: the id of the
+    message in which these lie, as answers to it."""
     columns = layout.columns
-    keys = list(messages) if isinstance(messages, dict) else range(len(messages))
     nodes: list[Node] = []
-    for i, (key, raw) in enumerate(zip(keys, elements(messages))):
-        name = f"{above}.{key}" if above else str(key)
+    for i, (where, raw) in enumerate(messages):
+        name = f"{above}.{i}" if above else str(i)
         if "id" in columns:
             name = str(columns["id"].one(raw))
         parent = above
         if "parent" in columns and above is None:
             parent = columns["parent"].one(raw)
         elif nodes and "children" not in columns:
-            parent = nodes[
-                -1
-            ].id  # without pointers to parents each message answers the one before it
-        nodes.append(Node(name, parent_id(parent), raw, places[i] if places else where))
+            # without pointers to parents each message answers the one before it
+            parent = nodes[-1].id
+        nodes.append(Node(name, parent_id(parent), raw, where))
         if "children" in columns:
-            inner = elements(columns["children"].one(raw))
-            nodes += nodes_of(layout, where, inner, [], name)
+            inner = [(where, child) for child in elements(columns["children"].one(raw))]
+            nodes += nodes_of(layout, inner, name)
     return nodes
 
 

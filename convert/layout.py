@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from convert.paths import Column, nearest
-from convert.values import Labels, Skipped, Values, is_there, named, pairs_of
+from convert.values import Labels, Skipped, is_there, named, pairs_of, values_of
 from infra.console import BadInput
 from infra.settings import split_commas
 from records.forms import ALIASES, MEDIA, PROMPTS, ROLES
@@ -31,8 +31,9 @@ TOGETHER = {
     "b": ("a", "verdict"),
     "verdict": ("a", "b"),
     "rated": ("messages", "label"),
+    "id": ("label",),
 }
-HH = {"\n\nHuman:": "user", "\n\nAssistant:": "assistant"}
+HH = r"user=\n\nHuman:,assistant=\n\nAssistant:"
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class Conversion:
     repeated: Literal["last", "first"] | None = None
     """Of several ratings of one answer (logs of clicks) the last one counts, or the first in a file with
     the newest on top; one without a label withdraws them. null: each is a record."""
-    raters: Literal["agree", "majority"] | None = None
-    """agree: several ratings of one answer count as one if all are equal, and are dropped if not; majority:
-    more than half of them decide. null: agree within a record, each record on its own."""
+    raters: Literal["agree", "majority"] = "agree"
+    """If an answer has several ratings: agree drops the answer unless all are equal, majority lets more than half of
+    them decide."""
     extra: str | None = None
     """More fields to keep: origin,score."""
 
@@ -93,23 +94,20 @@ class Layout:
         self.labels = Labels(settings.labels, settings.raters)
         self.where = []
         for path, sign, wanted in pairs_of("--where", settings.where):
-            self.where.append((Column(path), sign, Values(wanted)))
+            self.where.append((Column(path), sign, values_of(wanted)))
         self.roles = dict(ROLES)
         for role, names in named("--roles", settings.roles).items():
             if role not in ROLES:
                 raise BadInput(f"--roles: {role}: no role; there is {', '.join(ROLES)}")
             self.roles |= dict.fromkeys(names.lower().split("|"), role)
-        self.marks = HH if settings.turns == "hh" else {}
-        if not self.marks:
-            for role, mark in named("--turns", settings.turns).items():
-                self.marks[mark.replace("\\n", "\n")] = role
+        marks = named("--turns", HH if settings.turns == "hh" else settings.turns)
+        self.marks = {mark.replace("\\n", "\n"): role for role, mark in marks.items()}
         # all records of a file are one tree of messages
         self.is_tree = "id" in self.columns and "messages" not in self.columns
         # whether a record is a conversation with ratings of its messages
         label = self.columns.get("label")
         has_inner_label = "messages" in self.columns and label is not None and label.inner
         self.rates_messages = has_inner_label or "rated" in self.columns or self.is_tree
-        self.has_inner_paths = self.rates_messages and not self.is_tree
         self._refuse_columns()
         self._refuse_labels()
         # a pair, or two answers and a verdict
@@ -117,7 +115,11 @@ class Layout:
         self.has_two_answers = self.has_pairs or "verdict" in columns
         if self.has_pairs:  # one of the two may have our name
             self.columns = {name: Column(name) for name in PAIR} | self.columns
-        self._keeps: dict[str, bool] = {}
+        self.beside = {}
+        for name in (*BESIDE, *self.extra):
+            if name in self.columns and not self.columns[name].inner:
+                self.beside[name] = self.columns[name]
+        self._sort_fields()
 
     def _refuse_columns(self) -> None:
         """Raise BadInput for columns that are unknown, or do not go together."""
@@ -135,13 +137,10 @@ class Layout:
             raise BadInput("--columns: chosen: a list of answers needs rejected, too")
         if "verdict" in columns and "label" in columns:
             raise BadInput("--columns: label: there is a verdict, too: which rating is meant?")
-        if self.is_tree and "label" not in columns:
-            raise BadInput("--columns: label: missing: where is the rating?")
         for column, _, _ in self.where:
-            if column.inner and not self.has_inner_paths:
+            if column.inner and (self.is_tree or not self.rates_messages):
                 raise BadInput(
-                    f"--where: {column.text}: a leading dot stands for messages, and none are rated here; the "
-                    f"record's own field is {column.text.removeprefix('.')}"
+                    f"--where: {column.text}: a leading dot stands for messages, and none are rated here"
                 )
 
     def _refuse_labels(self) -> None:
@@ -149,8 +148,8 @@ class Layout:
         has_verdict = "verdict" in self.columns
         ratings = self.columns.get("label", self.columns.get("verdict"))
         # of a field that only has another name, the values may be those of our own labels
-        has_foreign_values = ratings is not None and not ratings.is_name
-        if (has_verdict or has_foreign_values) and not self.labels.wanted:
+        has_foreign_values = ratings is not None and (has_verdict or not ratings.is_name)
+        if has_foreign_values and not self.labels.wanted:
             raise BadInput(
                 f"--labels: missing: what do the values of {ratings.text} mean? 0 may be down, no vote or a draw"
             )
@@ -159,56 +158,39 @@ class Layout:
                 raise BadInput(
                     "--labels: with --columns verdict=... a, b, both and neither have values; otherwise up and down"
                 )
-        has_raters_in_record = ratings is not None and ratings.is_several
-        self.is_by_raters = bool(self.settings.raters) and not has_raters_in_record
-        if self.settings.repeated and self.is_by_raters:
-            raise BadInput(
-                "--raters: --repeated is given, too: of several ratings of one answer, does one count, or most "
-                "of them?"
-            )
 
     def has_lists(self, name: str) -> bool:
         """Whether a column is given, and leads to several values in a record."""
         return name in self.columns and self.columns[name].is_several
 
+    def _sort_fields(self) -> None:
+        """Which of a record's own fields stay: all if every column is a plain name, otherwise those of ours. Without
+        those that a column is read from, or stands for."""
+        columns = self.columns
+        answers = columns.keys() & {*ANSWERS, "verdict"}
+        replaced = {*columns, *(ANSWERS if answers else ())}
+        if answers - {"completion", "messages"}:
+            replaced.add("label")
+        self.replaced = {*replaced, *(x for x, name in ALIASES.items() if name in replaced)}
+        for column in columns.values():
+            self.replaced |= column.names()
+        self.replaced -= set(self.extra)
+        self.keeps_all = all(column.is_name for column in columns.values())
+        self.kept = {*BESIDE, *MEDIA, *self.extra}
+        if not columns.keys() & {*PROMPTS, "messages", "id"}:  # the record's own prompt counts
+            self.kept |= {*PROMPTS, "question", "history"}
+
     def fields_beside(self, raw: dict) -> dict:
         """The fields of a record that stand beside a prompt and its answers, and those that no column stands for."""
         fields = {}
         for name, value in raw.items():
-            if name not in self._keeps:
-                self._keeps[name] = self._is_kept(name)
-            if self._keeps[name]:
+            if (self.keeps_all or name in self.kept) and name not in self.replaced:
                 fields[name] = value
-        for name in (*BESIDE, *self.extra):
-            column = self.columns.get(name)
-            if column is not None and not column.inner:
-                value = column.one(raw)
-                if is_there(value):
-                    fields[name] = value
+        for name, column in self.beside.items():
+            value = column.one(raw)
+            if is_there(value):
+                fields[name] = value
         return fields
-
-    def _is_kept(self, name: str) -> bool:
-        """Whether a record's own field stays, though no column names it: where all columns are plain names every
-        field does, unless it has a name of ours and means something else."""
-        columns = self.columns
-        if name in self.extra:
-            return True
-        # the fields that columns are read from
-        if any(name in column.names() for column in columns.values()):
-            return False
-        replaced = set(columns)
-        if replaced & {*PAIR, "verdict"}:
-            replaced |= {"completion", "messages", "label"}
-        if replaced & {"completion", "verdict"}:
-            replaced |= set(PAIR)
-        our_name = ALIASES.get(name, name)
-        if our_name in replaced:
-            return False
-        if all(column.is_name for column in columns.values()) or name in (*BESIDE, *MEDIA):
-            return True
-        # no column leads to a prompt: the record's own field is it
-        has_prompt = bool(columns.keys() & {*PROMPTS, "messages", "id"})
-        return not has_prompt and our_name in (*PROMPTS, "history")
 
     def refuse_unwanted(self, record: object, inner: bool) -> None:
         """Raises Skipped where --where does not hold. inner: whether this is a message, for paths with a

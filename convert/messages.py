@@ -4,14 +4,14 @@ A field may hold a text, messages under other names, a list of texts by turns, a
 marks begin the turns; and an answer may be a whole dialogue, of which only the last turn is the answer.
 
 Reading order: text_or_turns (what a field of a record becomes); message and text_of (one message); texts in which
-marks begin the turns (--turns); with_dialogue (an answer that is a dialogue).
+marks begin the turns (--turns); last_of_dialogue (an answer that is a dialogue).
 """
 
 import re
 
 from convert.layout import Layout
 from convert.paths import opened
-from convert.values import Skipped, is_there
+from convert.values import Skipped, is_there, number
 from infra.console import BadInput
 from records.forms import ALIASES, PROMPTS, as_text, as_turns, is_message
 
@@ -26,8 +26,8 @@ FLATTENED = re.compile(
     re.DOTALL,
 )
 # the fields of a message that hold calls of tools; and those with an image or a document beside its text
-CALLS = {"tool_calls", "tool_call_id"}
-FILES = {"files", "attachments", "images", "image_urls"}
+CALLS = ("tool_calls", "tool_call_id")
+FILES = ("files", "attachments", "images", "image_urls")
 
 
 # ---- a field that holds a text or messages -------------------------------------------------------
@@ -35,36 +35,20 @@ FILES = {"files", "attachments", "images", "image_urls"}
 
 def text_or_turns(layout: Layout, name: str, value: object) -> object:
     """What the column `name` of a prompt or an answer leads to: a text, messages in our form, or a list of texts
-    (see with_dialogue, alternating). Raises Skipped, BadInput."""
+    (see last_of_dialogue). Raises Skipped, BadInput."""
     if isinstance(value, str):
         try:
             content = opened(value)
         except BadInput as e:
             raise BadInput(f"{name}: {e}") from None
-        if not is_message(content) and not is_list_of_messages(content):
-            return own_words(layout, value)
-        value = content
-    messages = value if isinstance(value, list) else [value]
+        messages = content if isinstance(content, list) else [content]
+        if not messages or not all(map(is_message, messages)):
+            return split_turns(own_words(layout, value), layout.marks)
+    else:
+        messages = value if isinstance(value, list) else [value]
     if messages and all(isinstance(x, dict) for x in messages):
         return [message(layout, x) for x in messages]
     return value
-
-
-def is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(x, str) for x in value)
-
-
-def alternating(prompt: object) -> object:
-    """A list of texts as turns, of which the last is the user's; anything else as it is."""
-    if not is_list_of_texts(prompt):
-        return prompt
-    roles = ("user", "assistant")
-    last = len(prompt) - 1
-    return [{"role": roles[(last - i) % 2], "content": text} for i, text in enumerate(prompt)]
-
-
-def is_list_of_messages(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
 
 
 # ---- one message ---------------------------------------------------------------------------------
@@ -78,12 +62,10 @@ def message(layout: Layout, raw: object) -> dict:
         raise BadInput(f"role: {layout.role.one(raw)!r:.50}: not one of {roles} (see --roles)")
     calls = {}
     if isinstance(raw, dict):
-        if not FILES.isdisjoint(raw) and any(is_there(raw.get(name)) for name in FILES):
+        if any(is_there(raw.get(name)) for name in FILES):
             raise Skipped("with a file beside a message")
-        if not CALLS.isdisjoint(raw):
-            calls = {name: raw[name] for name in CALLS if is_there(raw.get(name))}
-        if role == "tool" and is_there(raw.get("name")):
-            calls["name"] = raw["name"]
+        names = (*CALLS, "name") if role == "tool" else CALLS
+        calls = {name: raw[name] for name in names if is_there(raw.get(name))}
     text = own_words(layout, text_of(layout.content.one(raw)))
     if role in ("system", "developer"):  # an empty one is what the model was given
         return {"role": role, "content": text}
@@ -94,10 +76,7 @@ def message(layout: Layout, raw: object) -> dict:
 
 def role_of(layout: Layout, raw: object) -> str | None:
     """The role of a message, by our name; None for one that is not known."""
-    value = layout.role.one(raw)
-    if isinstance(value, str) and value in layout.roles:
-        return layout.roles[value]
-    return layout.roles.get(as_text(value).lower())
+    return layout.roles.get(as_text(layout.role.one(raw)).lower())
 
 
 def own_words(layout: Layout, text: str) -> str:
@@ -119,59 +98,38 @@ def text_of(content: object) -> str:
         return content
     if content is None:
         return ""
-    parts = content if isinstance(content, list) else [content]
-    return "".join([text_of_part(part) for part in parts])
-
-
-def text_of_part(part: object) -> str:
-    """The text of one part; empty for reasoning and tools. Raises Skipped."""
-    if isinstance(part, str):
-        return part
-    kind = type(part).__name__
-    if isinstance(part, dict):
-        named_kind = str(part.get("type", "text"))
-        if LEFT_OUT.search(named_kind) or part.get("thought") is True:  # so Gemini marks its own
+    if isinstance(content, list):
+        return "".join(map(text_of, content))
+    kind = type(content).__name__
+    if isinstance(content, dict):
+        kind = str(content.get("type", "text"))
+        if LEFT_OUT.search(kind) or content.get("thought") is True:  # so Gemini marks its own
             return ""
-        inner = part.get("content")  # an item of OpenAI's Responses has parts of its own
-        if isinstance(inner, list):
-            return text_of(inner)
-        text = part.get("text")
-        if isinstance(text, dict):
-            text = text.get("value")
-        if isinstance(text, str):
-            return text
-        kind = named_kind or kind
+        for name in (
+            "content",
+            "text",
+            "value",
+        ):  # an item of OpenAI's Responses has parts of its own
+            if isinstance(content.get(name), str | list | dict):
+                return text_of(content[name])
     raise Skipped(f"with a part of a message that is no text ({kind})")
-
-
-def with_joined_parts(value: object) -> object:
-    """Messages of our own form, whose contents may have parts; anything else as it is. Raises Skipped."""
-    if not is_list_of_messages(value):
-        return value
-    turns = []
-    for turn in value:
-        parts = turn.get("content")
-        if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
-            turn = turn | {"content": text_of(parts)}
-        turns.append(turn)
-    return turns
 
 
 # ---- texts in which marks begin the turns (--turns) ----------------------------------------------
 
 
-def split_turns(value: object, marks: dict[str, str]) -> object:
-    """The messages of a text in which marks begin the turns. A text without marks stays one, and what is no text
-    stays as it is. marks: {mark: role}; none where --turns is not given."""
-    if not marks or not isinstance(value, str):
-        return value
+def split_turns(text: str, marks: dict[str, str]) -> str | list[dict]:
+    """The messages of a text in which marks begin the turns. A text without marks stays one. marks: {mark: role};
+    none if --turns is not given."""
+    if not marks:
+        return text
     # the longest first: a mark may begin with another one
     longest_first = sorted(marks, key=len, reverse=True)
     pattern = "|".join(re.escape(mark) for mark in longest_first)
     # re.split gives what stands before the first mark, and then mark, words, mark, words, ...
-    before, *parts = re.split(f"({pattern})", value)
+    before, *parts = re.split(f"({pattern})", text)
     if not parts:
-        return value.strip()
+        return text.strip()
     turns = []
     if before.strip():
         turns.append({"role": "user", "content": before.strip()})
@@ -186,35 +144,29 @@ def split_turns(value: object, marks: dict[str, str]) -> object:
 # ---- an answer that is a dialogue ----------------------------------------------------------------
 
 
-def with_dialogue(fields: dict, name: str, answer: object, turn: object) -> tuple[dict, object]:
-    """The fields of the prompt, and the answer, to which the column `name` leads. An answer may be a whole dialogue:
-    messages, or a list of texts beside a list of prompts. turn: which answer of the dialogue counts, from 1; None:
+def last_of_dialogue(fields: dict, name: str, dialogue: list, turn: object) -> tuple[dict, dict]:
+    """The fields of the prompt, and the answer: the last turn of a dialogue, to which the column `name` leads. The
+    dialogue is messages, or a list of texts beside a list of prompts. turn: which of its answers counts, from 1; None:
     the last. Raises Skipped, BadInput."""
     prompt_field = next((x for x in fields if ALIASES.get(x, x) in PROMPTS), "prompt")
     prompt = fields.get(prompt_field)
-    if prompt is not None:
-        fields = {**fields, prompt_field: alternating(prompt)}
-    if not isinstance(answer, list):
-        return fields, answer
-    if not all(map(is_there, answer)):
+    if not all(map(is_there, dialogue)):
         raise Skipped("with an empty answer")
-    if is_list_of_texts(answer):
-        answer = join_lists(prompt_field, prompt, answer)
+    if all(isinstance(x, str) for x in dialogue):
+        dialogue = join_lists(prompt_field, prompt, dialogue)
         prompt = None  # the dialogue has it now
-    if not all(isinstance(x, dict) for x in answer):
-        raise BadInput(f"{name}: expected a text, texts or messages; got {answer!r:.50}")
+    if not all(isinstance(x, dict) for x in dialogue):
+        raise BadInput(f"{name}: expected a text, texts or messages; got {dialogue!r:.50}")
     if turn is not None:
-        answer = answer[: end_of_turn(answer, turn)]
-    if not answer or answer[-1]["role"] != "assistant":
+        dialogue = dialogue[: end_of_turn(dialogue, turn)]
+    *before, last = dialogue
+    if last["role"] != "assistant":
         raise Skipped("whose last turn is not the assistant's")
-    *before, last = answer
-    if not last["content"] and not last.get("tool_calls"):
-        raise Skipped("with an empty answer")
     if not before:
         return fields, last
     beside = {x: value for x, value in fields.items() if ALIASES.get(x, x) not in PROMPTS}
     if prompt is not None and before[0]["role"] not in ("user", "system"):
-        # the dialogue goes on from the prompt; else it has it already
+        # the dialogue continues the prompt; otherwise it has the prompt already
         return {**beside, "prompt": [*as_turns(prompt), *before]}, last
     contents = [str(turn["content"]).strip() for turn in before]
     if isinstance(prompt, str) and prompt.strip() not in contents:
@@ -224,20 +176,21 @@ def with_dialogue(fields: dict, name: str, answer: object, turn: object) -> tupl
 
 def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:
     """The messages of a list of prompts (the field `name`) and a list of their answers. Raises BadInput."""
-    n_prompts = len(prompts) if is_list_of_texts(prompts) else 0
-    if n_prompts != len(answers):
-        raise BadInput(f"{name}: {n_prompts} texts beside {len(answers)} answers")
+    if not isinstance(prompts, list) or len(prompts) != len(answers):
+        raise BadInput(f"{name}: expected a list of {len(answers)} texts, as many as answers")
     messages = []
     for prompt, answer in zip(prompts, answers):
-        messages += as_turns(prompt)
-        messages.append({"role": "assistant", "content": answer})
+        messages += [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": answer},
+        ]
     return messages
 
 
 def end_of_turn(messages: list[dict], turn: object) -> int:
     """How many messages there are up to the assistant's answer number `turn`, from 1. Raises BadInput."""
     ends = [i + 1 for i, x in enumerate(messages) if x["role"] == "assistant"]
-    turn = as_text(turn)  # 2 of a table's 2.0
-    if not turn.isdecimal() or not 1 <= int(turn) <= len(ends):
+    place = number(turn)
+    if place not in range(1, len(ends) + 1):
         raise BadInput(f"turn: {turn}: the dialogue has {len(ends)} answers")
-    return ends[int(turn) - 1]
+    return ends[int(place) - 1]

@@ -3,12 +3,11 @@
 Reading order: find (a path in a record); Column (a path of --columns); names_in and nearest (for messages).
 """
 
-import difflib
-import functools
 import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from difflib import get_close_matches
 
 from convert.values import is_there, values_of
 from infra.console import BadInput
@@ -19,46 +18,35 @@ MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages|ty
 Found = tuple[tuple, object]
 
 
-@functools.cache
-def splits(steps: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    """(name of a field, the steps from there on) for each way to read a path: a field whose own name has dots comes
-    first."""
-    return [(".".join(steps[:n]), steps[n:]) for n in range(len(steps), 0, -1)]
+def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
+    """All that a path leads to: nothing if it is not there, several after a star."""
+    if not steps or value is None:
+        return [(index, value)]
+    step, *rest = steps
+    if isinstance(value, str) and not step.startswith("*;"):
+        value = opened(value)
+    inner: list[Found] = []
+    if isinstance(value, dict) and (n := length_of_name(value, steps)):
+        inner = [(index, value[".".join(steps[:n])])]
+        rest = steps[n:]
+    elif step.startswith("["):
+        name, _, wanted = step[1:-1].partition("=")
+        inner = [(index, row) for row in rows_with(value, name, wanted)]
+    elif step.startswith("*"):
+        inner = [((*index, i), x) for i, x in enumerate(elements(value, step[1:]))]
+    elif isinstance(value, list) and step.removeprefix("-").isdigit():
+        inner = [(index, x) for x in value[int(step) :][:1]]
+    result = []
+    for place, element in inner:
+        result += find(element, rest, place)
+    return result
 
 
-def field_of(value: dict, steps: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """The field of an object in which a path goes on, and the steps from there on; None: there is none."""
-    for name, rest in splits(steps):
-        if name in value:
-            return name, rest
-    return None, steps
-
-
-def find(value: object, steps: tuple[str, ...], index: tuple = ()) -> list[Found]:
-    """All that a path leads to: nothing where it is not there, several after a star."""
-    while steps and value is not None:
-        step = steps[0]
-        if isinstance(value, str) and not step.startswith("*;"):
-            value = opened(value)
-        if isinstance(value, dict):
-            name, steps_from_there = field_of(value, steps)
-            if name is not None:
-                value = value[name]
-                steps = steps_from_there
-                continue
-        inner: list[Found] = []
-        if step.startswith("["):
-            name, _, wanted = step[1:-1].partition("=")
-            inner = [(index, row) for row in rows_with(value, name, wanted)]
-        elif step.startswith("*"):
-            inner = [((*index, i), x) for i, x in enumerate(elements(value, step[1:]))]
-        elif isinstance(value, list) and step.removeprefix("-").isdigit():
-            inner = [(index, x) for x in value[int(step) :][:1]]
-        result = []
-        for place, element in inner:
-            result += find(element, steps[1:], place)
-        return result
-    return [(index, value)]
+def length_of_name(value: dict, steps: list[str]) -> int:
+    """The number of steps that are the name of a field of an object: more than one if the name has dots. 0: there is no
+    such field."""
+    lengths = range(len(steps), 0, -1)
+    return next((n for n in lengths if ".".join(steps[:n]) in value), 0)
 
 
 def opened(text: str) -> object:
@@ -90,13 +78,8 @@ def rows_with(value: object, name: str, wanted: str) -> list[dict]:
         rows = [value]
         if isinstance(value[name], list):
             rows = [dict(zip(value, row)) for row in zip(*value.values())]
-    result = []
-    for row in rows:
-        if isinstance(row, dict):
-            there = find(row, (name,))
-            if values_of(wanted).has(there[0][1] if there else None):
-                result.append(row)
-    return result
+    values = values_of(wanted)
+    return [row for row in rows if isinstance(row, dict) and values.has(row.get(name))]
 
 
 class Column:
@@ -109,35 +92,27 @@ class Column:
         self.parts = []
         for part in text.split("+"):
             alternatives = [x.removeprefix(".") for x in part.split("|")]
-            self.parts.append([tuple(re.findall(r"\[[^]]*\]|[^.\[]+", x)) for x in alternatives])
+            self.parts.append([re.findall(r"\[[^]]*\]|[^.\[]+", x) for x in alternatives])
         self.is_name = not re.search(r"[.+*\[]", text)
         self.is_several = "+" in text or "*" in re.sub(r"\[[^]]*\]", "", text)
-        # a shortcut, for what is read hundred thousands of times: fields of the record itself that are tried first
-        self.names_first = []
-        for steps in self.parts[0]:
-            if len(steps) != 1 or self.is_several or steps[0][0] == "[":
-                break
-            self.names_first.append(steps[0])
         self.was_asked = False
-        self.was_found = False
+        self.was_found = not text  # weight= names no field
 
     def all(self, record: object) -> list[Found]:
         """All that is there in a record, and the place that each star, and each part of a sum, stands for."""
         self.was_asked = True
-        if not self.text:  # weight= : the records' weights mean something else
-            self.was_found = True
-            return []
-        if isinstance(record, dict) and self.text in record:
+        if isinstance(record, dict) and self.text in record:  # also a name with dots
             self.was_found = True
             return [((), record[self.text])]
         result = []
         for i, alternatives in enumerate(self.parts):
             index = (i,) if len(self.parts) > 1 else ()
             first: list[Found] = []
-            for steps in alternatives:
+            for steps in filter(None, alternatives):
                 there = find(record, steps, index)
-                self.was_found |= bool(there)
-                first = first or there
+                if there:
+                    self.was_found = True
+                    first = first or there
                 if any(is_there(value) for _, value in there):
                     first = there
                     break
@@ -145,13 +120,7 @@ class Column:
         return result
 
     def one(self, record: object) -> object:
-        """The value in a record; of several a list; None where there is none."""
-        if isinstance(record, dict):
-            for name in self.names_first:
-                value = record.get(name)
-                if value or is_there(value):
-                    self.was_asked = self.was_found = True
-                    return value
+        """The value in a record; of several a list; None if there is none."""
         values = [value for _, value in self.all(record)]
         if self.is_several:
             return values
@@ -159,10 +128,7 @@ class Column:
 
     def names(self) -> set[str]:
         """The fields of the record in which its paths begin."""
-        names = {self.text}
-        for alternatives in self.parts:
-            names |= {steps[0] for steps in alternatives if steps}
-        return names
+        return {self.text} | {steps[0] for part in self.parts for steps in part if steps}
 
 
 def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:
@@ -179,11 +145,6 @@ def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """The names that are there and whose last steps look most like that of this one, for a message."""
-    paths: dict[str, list[str]] = {}
-    for path in dict.fromkeys(names):
-        paths.setdefault(path.split(".")[-1].lower(), []).append(path)
-    near = []
-    for last in difflib.get_close_matches(name.split(".")[-1].lower(), paths, 4, 0.5):
-        near += paths[last]
-    return ", ".join((near or names)[:4])
+    """The names that are there and look most like this one, for a message."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(get_close_matches(name, names, 4, 0.5) or names[:4])

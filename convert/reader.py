@@ -7,10 +7,11 @@ Reading order: Reader.read, the whole way of all files; one record; ratings or p
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
-from convert.answers import Judged, judged_answers, own_record
-from convert.conversation import rated_messages
-from convert.layout import ANSWERS, REWARDS, Conversion, Layout
+from convert.answers import Judged, judged_answers
+from convert.conversation import nodes_of, rated_messages, rated_nodes
+from convert.layout import REWARDS, Conversion, Layout
 from convert.paths import Column, elements, names_in, nearest
 from convert.values import Skipped
 from infra.console import BadInput
@@ -49,9 +50,8 @@ class Reader:
         bad records."""
         layout = self.layout
         all_answers = self._answers(files)
-        counts_once = self.settings.repeated or layout.is_by_raters
-        if layout.kind == "rated" and counts_once:
-            all_answers = settled(all_answers, layout)
+        if layout.kind == "rated" and self.settings.repeated:
+            all_answers = [settled(chain.from_iterable(all_answers), self.settings.repeated)]
         for answers in all_answers:
             for where, record in self._written(answers):
                 try:
@@ -72,15 +72,12 @@ class Reader:
         """The answers of each record. What is wrong with a record becomes a line in `faults`."""
         for raws in files:
             records = self._raw_records(raws)
-            places: list[str] = []
             if self.layout.is_tree:
                 messages = list(records)
-                places = [where for where, _ in messages]
-                tree = [raw for _, raw in messages]
-                records = [(where, tree) for where in places[:1]]
+                records = [(where, messages) for where, _ in messages[:1]]
             for where, raw in records:
                 try:
-                    yield list(self._answers_of_record(where, raw, places))
+                    yield list(self._answers_of_record(where, raw))
                 except Skipped as e:
                     self._drop(str(e))
                 except BadInput as e:
@@ -98,19 +95,18 @@ class Reader:
             self.counts["read"] += len(inner)
             yield from inner
 
-    def _answers_of_record(self, where: str, raw: object, places: list[str]) -> Iterable[Judged]:
-        """The answers of a record, or of a file that is one tree. Raises Skipped, BadInput."""
+    def _answers_of_record(self, where: str, raw: object) -> Iterable[Judged]:
+        """The answers of a record, or of a file that is one tree: (where, message) of its records. Raises Skipped,
+        BadInput."""
         layout = self.layout
         if layout.is_tree:
-            return rated_messages(layout, where, raw, places)
+            return rated_nodes(layout, nodes_of(layout, raw), {}, None)
         if not isinstance(raw, dict):
             raise BadInput(f"record: expected an object, got {raw!r:.50}")
         layout.refuse_unwanted(raw, inner=False)
         if layout.rates_messages:
-            return rated_messages(layout, where, raw, [])
-        if layout.has_two_answers or layout.columns.keys() & set(ANSWERS):
-            return judged_answers(layout, where, raw)
-        return [own_record(layout, where, raw)]
+            return rated_messages(layout, where, raw)
+        return judged_answers(layout, where, raw)
 
     def _drop(self, reason: str) -> None:
         """Count what is left out; a reason that begins with `by ` names the setting that says so."""
@@ -121,35 +117,27 @@ class Reader:
 
     def _written(self, answers: list[Judged]) -> Iterator[tuple[str, dict]]:
         """(where, record of ours) of the answers of a record, as --kind asks for them."""
-        is_paired = self.layout.kind == "paired"
-        makes_pairs = is_paired or self.layout.has_pairs
-        readable = []
+        layout = self.layout
+        makes_pairs = layout.kind == "paired" or layout.has_pairs
+        groups: dict[str, list[Judged]] = {}  # by their prompts
         for judged in answers:
-            has_score = judged.score is not None and judged.answer is not None
-            is_between_cuts = is_paired and has_score and self.layout.labels.are_cuts
-            if judged.reason and not is_between_cuts:
+            if judged.reason:
                 self._drop(judged.reason)
-            elif self.layout.kind == "demonstrations" and judged.label is False:
-                self._drop("down: not to be imitated")
-            elif judged.answer is not None and makes_pairs:
-                readable.append(judged)
+            elif makes_pairs and judged.answer is not None:
+                groups.setdefault(key_of(judged.fields), []).append(judged)
             else:
                 yield judged.where, judged.record
-        labels = self.layout.labels
-        # a pair for each prompt
-        groups: dict[str, list[Judged]] = {}
-        for judged in readable:
-            groups.setdefault(key_of(judged.fields), []).append(judged)
-        if len(groups) > 1 and self.layout.has_two_answers:
+        if len(groups) > 1 and layout.has_two_answers:
             self._drop("whose earlier turns differ")
             return
+        has_rewards = layout.labels.are_cuts and layout.labels.higher_is_better
         for group in groups.values():
             pairs = self._best_and_worst(group)
             if not pairs:
                 self._drop("without a better and a worse answer")
             for best, worst in pairs:
                 pair = {"chosen": best.answer, "rejected": worst.answer}
-                if labels.are_cuts and labels.higher_is_better and best.score is not None:
+                if has_rewards and best.score is not None:
                     pair |= zip(REWARDS, (best.score, worst.score))
                 yield best.where, {**best.fields, **pair}
 
@@ -172,22 +160,18 @@ class Reader:
         """A line about a path that found nothing in any record, as one with a typo; empty: all found. Where the
         path may find nothing, this is counted."""
         layout = self.layout
-        needed = []
-        for name, column in layout.columns.items():
-            if name not in (*OPTIONAL, *layout.extra):
-                needed.append((f"--columns: {name}=", column))
-            elif column.was_asked and not column.was_found:
-                self.counts[f"without {name}={column.text}"] = self.counts["read"]
+        lost = [("--records: ", self.inner_records)] if self.inner_records else []
         for column, sign, wanted in layout.where:
             if sign == "=" and "null" not in wanted.texts:
-                needed.append(("--where: ", column))
-        if self.inner_records:
-            needed.append(("--records: ", self.inner_records))
-        for setting, column in needed:
+                lost.append(("--where: ", column))
+        for name, column in layout.columns.items():
+            if name not in (*OPTIONAL, *layout.extra):
+                lost.append((f"--columns: {name}=", column))
+            elif column.was_asked and not column.was_found:
+                self.counts[f"without {name}={column.text}"] = self.counts["read"]
+        for setting, column in lost:
             if column.was_asked and not column.was_found:
-                names: list[str] = []
-                for sample in self.samples:
-                    names += names_in(sample)
+                names = [name for sample in self.samples for name in names_in(sample)]
                 near = nearest(column.text, names)
                 return f"{setting}{column.text}: found in no record; there is {near}"
         return ""
@@ -196,31 +180,19 @@ class Reader:
 # ---- one answer that is rated several times ------------------------------------------------------
 
 
-def settled(records: Iterable[list[Judged]], layout: Layout) -> Iterator[list[Judged]]:
-    """The answers of all records. Where one prompt and answer are rated several times, the last (first) rating counts
-    (--repeated), or that in which the raters agree (--raters)."""
-    answers = []
-    for answers_of_record in records:
-        answers += answers_of_record
-    groups: dict[str, list[int]] = {}
-    for i, judged in enumerate(answers):
-        # with --repeated a rating that says nothing withdraws those before it
-        if layout.settings.repeated or not judged.reason:
-            groups.setdefault(rating_key(judged), []).append(i)
+def settled(answers: Iterable[Judged], repeated: str) -> list[Judged]:
+    """The answers of all records. If one answer to one prompt is rated several times, the last or the first rating
+    counts. A rating that says nothing withdraws those before it."""
+    groups: dict[str, list[Judged]] = {}
+    for judged in answers:
+        groups.setdefault(rating_key(judged), []).append(judged)
+    result = []
     for group in groups.values():
-        counted = group[-1] if layout.settings.repeated == "last" else group[0]
-        reason = "rated again"
-        if layout.is_by_raters:
-            try:
-                label = layout.labels.agreed([answers[i].label for i in group])
-                answers[counted] = answers[counted]._replace(label=label)
-            except Skipped as e:
-                reason = str(e)
-                counted = -1
-        for i in group:
-            if i != counted:
-                answers[i] = answers[i]._replace(reason=reason)
-    yield answers
+        if repeated == "last":
+            group.reverse()
+        result.append(group[0])
+        result += [judged._replace(reason="rated again") for judged in group[1:]]
+    return result
 
 
 def rating_key(judged: Judged) -> str:

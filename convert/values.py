@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 from infra.console import BadInput
 from infra.settings import split_commas
@@ -28,11 +28,12 @@ def is_there(value: object) -> bool:
     return value is not None and value not in ("", [], {})
 
 
-def number(value: object) -> float | None:
+def number(value: object, default: float | None = None) -> float | None:
+    """A number, also one that is written as a text."""
     with suppress(ValueError):
         if not isinstance(value, bool):
             return float(str(value))
-    return None
+    return default
 
 
 def pairs_of(setting: str, text: str | None) -> list[tuple[str, str, str]]:
@@ -56,47 +57,41 @@ def named(setting: str, text: str | None) -> dict[str, str]:
 
 # ---- which values a setting names ----------------------------------------------------------------
 
-
-def interval(text: str) -> tuple[float, float] | None:
-    """(lowest, highest) of `>=4`, `>4`, `<=2`, `<2` or `4..5`; None for a text that is none of these."""
-    with suppress(ValueError):
-        for sign, at in ((">=", 0), ("<=", 0), (">", math.inf), ("<", -math.inf)):
-            if text.startswith(sign):
-                edge = float(text.removeprefix(sign))
-                edge = math.nextafter(edge, at) if at else edge
-                return (edge, math.inf) if sign[0] == ">" else (-math.inf, edge)
-        low, is_range, high = text.partition("..")
-        if is_range:
-            return float(low), float(high)
-    return None
-
-
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
-def time_limit(wanted: str) -> Callable[[str], bool] | None:
-    """Whether a time is one of those that `>=2026-11-24` or `<2026-11-24T10:00+01:00` names, as a function; None for
-    a text that is no such limit. The function raises BadInput for a text that is no time."""
-    match = re.fullmatch(r"([<>]=?)(\d{4}-\d\d-\d\d)(.*)", wanted)
-    if not match:
+def test_of(wanted: str) -> Callable[[object], bool] | None:
+    """`>=4`, `4..5`, `>=2026-11-24` or `*...` as a function of a value. None for a text that stands for itself. The
+    function raises BadInput for a text that is compared with a time and is no time."""
+    if wanted.startswith("*"):
+        return lambda value: str(value).endswith(wanted[1:])
+    low, _, high = map(number, wanted.partition(".."))
+    if low is not None and high is not None:
+        return lambda value: low <= number(value, math.nan) <= high
+    limit = re.fullmatch(r"([<>]=?)(.+)", wanted)
+    if limit is None:
         return None
-    sign, day, hour = match.groups()
-    edge = moment(wanted, day + hour)
-    if not hour and sign in (">", "<="):  # such a limit is the end of its day
-        edge += timedelta(days=1)
-        sign = {">": ">=", "<=": "<"}[sign]
-    return lambda text: COMPARE[sign](moment(wanted, text), edge)
+    is_beyond = COMPARE[limit[1]]
+    edge = number(limit[2])
+    if edge is not None:
+        return lambda value: is_beyond(number(value, math.nan), edge)
+    if not re.match(r"\d{4}-\d\d-\d\d", limit[2]):
+        return None
+    time = moment(wanted, limit[2])
+    if len(limit[2]) == len("2026-11-24"):  # the whole day, in UTC
+        return lambda value: is_beyond(moment(wanted, value).date(), time.date())
+    return lambda value: is_beyond(moment(wanted, value), time)
 
 
-def moment(wanted: str, text: str) -> datetime:
+def moment(wanted: str, value: object) -> datetime:
     """The moment of a day or a time in ISO 8601; one without a zone is in UTC. Raises BadInput."""
     try:
-        time = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
+        time = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", str(value)))
     except ValueError:
         raise BadInput(
-            f"--where: {wanted}: {text:.40} is no day or time such as 2026-11-24T10:00"
+            f"--where: {wanted}: {value!s:.40} is no day or time such as 2026-11-24T10:00"
         ) from None
-    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
+    return time.astimezone(timezone.utc) if time.tzinfo else time.replace(tzinfo=timezone.utc)
 
 
 class Values:
@@ -105,22 +100,15 @@ class Values:
 
     def __init__(self, wanted: str):
         self.texts = [text or "null" for text in wanted.split("|")]
-        self.ends = tuple(text[1:] for text in self.texts if text[0] == "*")
-        self.intervals = [x for x in map(interval, self.texts) if x]
-        self.times = [x for x in map(time_limit, self.texts) if x]
+        self.tests = [test for test in map(test_of, self.texts) if test]
 
     def has(self, value: object) -> bool:
         """Whether a value is one of these. Raises BadInput for a text that is compared with a time and is none."""
-        is_empty = not is_there(value) or value == "[]"  # a csv file's empty list
-        text = as_text(None if is_empty else value)
-        if text in self.texts or str(value) in self.texts:  # true, and Python's True
+        if not is_there(value) or value == "[]":  # a csv file's empty list
+            return "null" in self.texts
+        if as_text(value) in self.texts or str(value) in self.texts:  # true, and Python's True
             return True
-        x = number(value) if self.intervals else None
-        if x is not None and any(low <= x <= high for low, high in self.intervals):
-            return True
-        if not is_empty and any(is_within(text) for is_within in self.times):
-            return True
-        return bool(self.ends) and isinstance(value, str) and value.endswith(self.ends)
+        return any(test(value) for test in self.tests)
 
 
 @functools.cache
@@ -130,23 +118,23 @@ def values_of(wanted: str) -> Values:
 
 # ---- what ratings mean ---------------------------------------------------------------------------
 
+MEANINGS = {"up": True, "down": False} | {name: name for name in ("a", "b", "both", "neither")}
+
 
 class Labels:
-    """What the ratings mean: --labels, and --raters where one answer has several."""
+    """What the ratings mean: --labels, and --raters if one answer has several."""
 
-    def __init__(self, text: str | None, raters: str | None):
+    def __init__(self, text: str | None, raters: str):
         self.majority = raters == "majority"
         # what our own label, or a verdict (a, b, both, neither), is called in the file
         self.wanted: dict[bool | str, str] = {}
         for name, value in named("--labels", text).items():
-            meaning = LABELS.get(name, name)
-            if meaning not in (True, False, "a", "b", "both", "neither") or not value:
+            if name not in MEANINGS or not value:
                 raise BadInput(
                     f"--labels: {text}: expected name=name, separated by commas: {name} is none of "
-                    "up, down; a, b, both, neither"
+                    f"{', '.join(MEANINGS)}"
                 )
-            before = self.wanted.get(meaning)
-            self.wanted[meaning] = f"{before}|{value}" if before else value
+            self.wanted[MEANINGS[name]] = value
         values = "|".join(self.wanted.values()).split("|")
         # a=1+0+0: several numbers, one verdict
         self.are_sums = any("+" in value for value in values)
@@ -154,7 +142,7 @@ class Labels:
             raise BadInput(f"--labels: {text}: expected name=name: a value is named twice")
 
     def meaning(self, rating: object) -> bool | str | None:
-        """Up (True), down, a, ... of one rating; None where --labels does not name it. Without --labels, of our own
+        """Up (True), down, a, ... of one rating; None if --labels does not name it. Without --labels, of our own
         labels. Raises BadInput."""
         for meaning, wanted in self.wanted.items():
             if values_of(wanted).has(rating):
@@ -166,49 +154,31 @@ class Labels:
             f"label: expected true, false, 1, 0, up, down, ...; got {rating!r:.50} (see --labels)"
         )
 
-    def agreed(self, votes: list) -> bool | str | None:
-        """The vote of all raters, or with --raters majority that of more than half. Raises Skipped."""
-        if len(set(votes)) == 1:
-            return votes[0]
-        vote, count = Counter(votes).most_common(1)[0]
-        if not self.majority or 2 * count <= len(votes):
-            raise Skipped("whose raters disagree")
-        return vote
-
     def of(self, ratings: list) -> bool | str:
         """What the ratings of one answer, or the verdicts on two, say together. Raises Skipped, BadInput."""
-        if not any(map(is_there, ratings)):
+        there = [rating for rating in ratings if is_there(rating)]
+        if not there:
             raise Skipped("not rated")
         if self.are_sums:
-            ratings = ["+".join(map(as_text, ratings))]
-        ratings = [rating for rating in ratings if is_there(rating)]
-        meaning = self.agreed([self.meaning(rating) for rating in ratings])
+            there = ["+".join(map(as_text, ratings))]
+        votes = Counter(map(self.meaning, there))
+        meaning, count = votes.most_common(1)[0]
+        if len(votes) > 1 and not (self.majority and 2 * count > len(there)):
+            raise Skipped("whose raters disagree")
         if meaning is None:
-            is_verdict = not self.wanted.keys() <= {True, False}
-            if is_verdict and not re.fullmatch(r"[-+.\d]+", as_text(ratings[0])):
-                raise BadInput(
-                    f"verdict: {ratings[0]!r:.50}: --labels does not name it; there is "
-                    f"{', '.join(self.wanted.values())} (--where leaves records out)"
-                )
             raise Skipped("by --labels")
         return meaning
-
-    def middles(self, meaning: bool) -> list[float]:
-        """The middles of the numbers that have a label."""
-        values = values_of(self.wanted.get(meaning, ""))
-        numbers = [x for x in map(number, values.texts) if x is not None]
-        for low, high in values.intervals:
-            numbers.append((max(low, -1e30) + min(high, 1e30)) / 2)
-        return numbers
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether `up` names the larger numbers (scores), or the smaller ones (ranks)."""
-        up = self.middles(True)
-        down = self.middles(False)
-        return not up or not down or max(up) > max(down)
 
     @property
     def are_cuts(self) -> bool:
         """Whether `up` names a range of numbers: these are scores. A single number is a code, as 1 for a thumb up."""
-        return bool(values_of(self.wanted.get(True, "")).intervals)
+        return bool(re.search(r"[<>]|\.\.", self.wanted.get(True, "")))
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether `up` names the larger numbers (scores), or the smaller ones (ranks)."""
+        up, down = self.wanted.get(True, ""), self.wanted.get(False, "")
+        if "<" in up or ">" in down:
+            return False
+        lowest = [number(text.split("|")[0].split("..")[0]) for text in (up, down)]
+        return None in lowest or lowest[0] > lowest[1]

@@ -245,17 +245,17 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
     "a place in a conversation": (
         [
             {"messages": [user("Hi"), bot("Ho"), user("Rain?"), bot("Drip.")], "at": x, "r": 1}
-            for x in (1, -1)
+            for x in (1, 3)
         ],
         dict(columns="messages=messages,rated=at,label=r", labels=UP_DOWN),
         ["U: Hi || Ho +", "U: Hi | A: Ho | U: Rain? || Drip. +"],
         {},
     ),
     "ties and draws": (
-        [{"q": "Q", "x": "A", "y": "B", "w": w} for w in ("l", "both", "none")],
+        [{"q": "Q", "x": "A", "y": "B", "w": w} for w in ("l", "both", "none", "other")],
         dict(columns="prompt=q,a=x,b=y,verdict=w", labels="a=l,b=r,both=both,neither=none"),
         ["Q || A +", "Q || B -", "Q || A +", "Q || B +", "Q || A -", "Q || B -"],
-        {},
+        {"dropped by --labels": 1},
     ),
     "a cut": (
         [{"q": "Q", "a": f"{x}", "s": x} for x in (5, 4.5, 3, "2", None)],
@@ -408,8 +408,8 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["U: Q || A +", "U: Q || B -"],
         {
             "dropped: with a part of a message that is no text (image)": 1,
-            "dropped: with an empty answer": 1,
-            "dropped: whose last turn is not the assistant's": 2,
+            "dropped: with an empty answer": 2,
+            "dropped: whose last turn is not the assistant's": 1,
         },
     ),
     "names of roles that LangChain, Gemini and others have for the assistant": (
@@ -439,28 +439,10 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["Q || A +"],
         {"dropped: rated again": 1},
     ),
-    "raters in several records": (
-        [
-            rated("Q", "A", 1),
-            rated("Q", "A", 1),
-            rated("Q", "B", 1),
-            rated("Q", "B", 0),
-            rated("P", "B", 0),
-        ],
-        dict(labels=UP_DOWN, raters="agree"),
-        ["Q || A +", "P || B -"],
-        {"dropped: rated again": 1, "dropped: whose raters disagree": 2},
-    ),
     "a label again": (
         [{"prompt": "Q", "response": "A", "preference": "chosen", "mine": 0}],
         dict(columns="label=mine"),
         ["Q || A -"],
-        {},
-    ),
-    "texts that alternate": (
-        [{"context": ["Hi", "Ho", "Rain?"], "a": "Drip.", "l": 1}],
-        dict(columns="prompt=context,completion=a,label=l"),
-        ["U: Hi | A: Ho | U: Rain? || Drip. +"],
         {},
     ),
     "marks": (
@@ -640,7 +622,7 @@ REFUSED = {  # records, settings, the line
     "a where for messages in a rated answer": (
         [rated(kind="x")],
         dict(where=".kind=x"),
-        "--where: .kind: a leading dot stands for messages, and none are rated here; the record's own field is kind",
+        "--where: .kind: a leading dot stands for messages, and none are rated here",
     ),
     "a where for messages in a tree of messages": (
         [dict(id=1, parent=None, role="user", content="Q")],
@@ -656,11 +638,6 @@ REFUSED = {  # records, settings, the line
         [rated(at="11/24/2026")],
         dict(where="at=<2026-11-24"),
         ":1: --where: <2026-11-24: 11/24/2026 is no day or time such as 2026-11-24T10:00",
-    ),
-    "the last click of most raters": (
-        [rated("Q", "A", 1)],
-        dict(labels=UP_DOWN, repeated="last", raters="majority"),
-        "--raters: --repeated is given, too: of several ratings of one answer, does one count, or most of them?",
     ),
     "an answer to an image": (
         [rated(images=[]), rated(images=["x.png"])],
@@ -686,11 +663,6 @@ REFUSED = {  # records, settings, the line
         [Q],
         dict(columns="label=winner", roles="usr=human"),
         "--roles: usr: no role; there is system, developer, user",
-    ),
-    "an unknown verdict": (
-        [Q],
-        dict(columns="a=prompt,b=completion,verdict=winner", labels="a=a,b=b"),
-        ":1: verdict: 'x': --labels does not name it; there is a, b",
     ),
     "an unknown role": (
         [{"ms": [{"role": "me", "content": "x", "r": 1}]}],

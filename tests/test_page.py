@@ -249,7 +249,8 @@ def test_the_end_of_the_cards_speaks_of_a_command_where_there_is_one(play):
     steps = (
         "press('k'); await wait(1000); found.push(document.querySelector('.empty').textContent);"
     )
-    steps += "state.command = 'python kto.py --out_dir o'; render(); found.push(document.querySelector('.empty').textContent);"
+    steps += "state.command = 'python kto.py --out_dir o'; render();"
+    steps += "found.push(document.querySelector('.empty').textContent);"
     end = "All prompts have a thumbThank you."
     assert play(steps, ("one",)) == [end, end + " The command below trains on them."]
 
