@@ -75,6 +75,8 @@ class Trainer:
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
             if is_best or save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
+            if run.objective.needs_reference:
+                run.logger.health(step_number, plan, len(run.examples["val"]))
             reason = run.stop.reason or ("stop_at" if step_number == run.cfg.stop_at else "")
             if reason and step_number < plan.total:
                 run.stop_early(reason)

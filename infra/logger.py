@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from infra import health
 from infra.console import Failed, duration, rank, say, user_code, user_error
 from infra.files import write_whole
 from infra.optimizer import Plan, steps_of
@@ -215,6 +216,18 @@ class Logger:
             say(f"validation at step {step}: {', '.join(format_cells(row)) or 'samples only'}")
         content = {"step": step, "metrics": row, "samples": samples}
         write_json(self.out / "eval" / f"step-{step}.json", content)
+
+    def health(self, step: int, plan: Plan, n_held_out: int) -> None:
+        """At a tenth, at half and at the end of a run: say the first sign that it is sick. Not in a run of several
+        iterations, because in each of them the log-ratios begin at 0."""
+        is_whole = plan.begin == 0 and plan.end == plan.total
+        if not self.main or not is_whole or not health.is_due(step, plan.total):
+            return
+        rows = health.read_rows(self.out / "metrics.csv")
+        validations = health.read_rows(self.out / "val.csv")
+        sign = health.find_sign(rows, validations, self.cfg.optim.clip, n_held_out, plan.total)
+        if sign:
+            say(f"health at step {step}: {sign}: see docs/health.md")
 
     def _write(self, file: str, step: int, row: dict, prefix: str = "") -> None:
         """Add a row to a csv file, and hand its numbers to the tracker, with a prefix to their names."""

@@ -105,7 +105,7 @@ BUDGETS = {
     "spin.py": 1_150,
     "sweep.py": 650,
     "trainer.py": 2_900,
-    "infra/": 13_100,
+    "infra/": 13_900,  # the signs of a sick run (health.py)
     "models/": 12_950,  # an export writes by the names and types of the files; random rounding
     "records/": 16_250,
     "convert/": 10_100,
@@ -114,7 +114,7 @@ BUDGETS = {
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.
-FILES_OF_A_RUN = 38
+FILES_OF_A_RUN = 39
 TOKENS_OF_A_RUN = 68_750  # 950 for the rules by which a setting has no effect
 
 
