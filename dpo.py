@@ -148,8 +148,7 @@ class DPO(Objective):
         row = {
             "rewards/margins": mean(self.args.beta * h_G),
             "rewards/mean": mean(rewards),
-            # a step of an online fork may have no pairs
-            "rewards/std": rewards.std().item() if len(rewards) else None,
+            "rewards/std": rewards.std().item(),
             "accuracy": share_above_0(h_G),
         }
         return join_columns(means, row)

@@ -19,7 +19,6 @@ from jsonargparse.typing import PositiveInt
 from data import shuffled
 from evaluation import Checker, as_answers, format_table, with_answers
 from infra.console import run_cli, say
-from infra.optimizer import iteration_plans
 from infra.parse import parse
 from infra.settings import RunSettings, refuse_unless
 from kto import KTO, KTOSettings
@@ -28,6 +27,7 @@ from records.examples import Example, class_weights
 from rollout import (
     RolloutSettings,
     gap_text,
+    iteration_plan,
     iterations,
     policy_answers,
     rated_examples,
@@ -127,7 +127,7 @@ def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> 
     share = f"{right / max(1, len(rated)):.1%}"
     if len(rated) < n:
         share += f" of {len(rated):,} that are rated"
-    counts = f"{n:,} answers, {right:,} right ({share}), {cut:,} cut"
+    counts = f"{n:,} examples, {right:,} right ({share}), {cut:,} cut"
     say(f"iteration {i}: {counts}, {tokens:,} tokens{gap_text(run)}")
     rows = []
     for answer, example in zip(answers[:4], examples):
@@ -175,20 +175,24 @@ def main(
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))
         n_answers = n_prompts * args.num_generations
-        plans = iteration_plans(cfg, [n_answers] * args.max_iterations)
-        for i, plan in iterations(run, plans, moving_reference=args.reference == "last"):
+        sizes = [n_answers] * args.max_iterations
+        for i, plan in iterations(run, sizes, moving_reference=args.reference == "last"):
             picked = items_of_iteration(prompts, i, n_prompts, cfg.seed)
             repeated = []
             for example in picked:
                 repeated += [example] * args.num_generations
             answers = policy_answers(run, i, plan, repeated, args)
-            examples = rated_examples(run, i, plan, rate, repeated, answers)
+            examples = rated_examples(run, i, plan, rate, repeated, answers, args.stop)
             show_ratings(run, i, examples, args.stop)
             if args.balance:
                 examples = balanced(examples)
-            if not loop.fit(examples, plan):
+            plan = iteration_plan(run, sizes, i)  # for as many examples as rate has made
+            if plan.begin == plan.end:
+                say(f"iteration {i}: no step: {len(examples)} examples are fewer than batch_size")
+            elif not loop.fit(examples, plan):
                 break
         else:
+            refuse_unless(run.state.step, "rate: no iteration has as many examples as batch_size")
             loop.finish()
 
 

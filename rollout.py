@@ -36,7 +36,7 @@ from data import Step
 from infra.console import BadInput, Failed, advance, progress, user_code, user_error
 from infra.devices import all_reduce, on_rank_0
 from infra.files import as_lines, publish_folder, read_lines, write_whole
-from infra.optimizer import Plan
+from infra.optimizer import Plan, check_iterations, iteration_plans
 from infra.seeds import mixed
 from infra.settings import RunSettings, Sampling, refuse_unless
 from models.export import export
@@ -77,17 +77,29 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
     check_merging(cfg)
 
 
-def iterations(run: "Run", plans: list[Plan], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
-    """(i, plan) of each iteration that is not done yet, i from 1. With a moving reference the policy
-    becomes its own reference when an iteration begins."""
+def iterations(run: "Run", sizes: list[int], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
+    """(i, plan) of each iteration that is not done yet, i from 1. sizes: how many examples each iteration is expected
+    to have. With a moving reference the policy becomes its own reference when an iteration begins. Raises BadInput."""
     state = run.state
-    run.last_step = plans[-1].total
-    for i, plan in enumerate(plans, 1):
+    check_iterations(run.cfg, sizes)
+    for i in range(1, len(sizes) + 1):
+        plan = iteration_plan(run, sizes, i)
+        run.last_step = plan.total
         # an iteration whose last validation has not ended is not done
         if plan.end > state.step - state.unvalidated:
             if i > state.iteration:
                 run.begin_iteration(i, moving_reference and run.reference is not None)
             yield i, plan
+
+
+def iteration_plan(run: "Run", sizes: list[int], i: int) -> Plan:
+    """The plan of iteration i. Iterations that were rated have as many examples as `rate` made; the next ones are
+    expected to have as many as the last one, and at least one step."""
+    known = run.state.iteration_sizes
+    if known:
+        later = max(known[-1], run.cfg.batch_size)
+        sizes = known + [later] * (len(sizes) - len(known))
+    return iteration_plans(run.cfg, sizes)[i - 1]
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -297,30 +309,34 @@ def check_scorable(
     )
 
 
-def check_rated(where: str, example: Any) -> None:
-    """Refuse, before it is written, what a fork's `rate` has made of an answer and no step can learn from."""
-    refuse_unless(
-        isinstance(example, Example), f"{where}: expected an Example, got {example!r:.60}"
-    )
-    expected = "expected True or False; a graded rating belongs into rewards"
-    is_label = isinstance(example.label, bool | np.bool_)
-    refuse_unless(is_label, f"{where}: label: {expected}, got {example.label!r}")
-    numbers = [("weight", example.weight)]
-    numbers += [("rewards", x) for x in example.rewards if x is not None]
-    for name, x in numbers:
-        is_finite = isinstance(x, int | float) and math.isfinite(x)
-        refuse_unless(is_finite, f"{where}: {name}: expected a finite number, got {x!r}")
+def check_rated(run: "Run", examples: list) -> None:
+    """Refuse, before it is written, what a fork's `rate` has made of the answers and no step can learn from."""
+    for j, example in enumerate(examples):
+        where = f"rate: example {j}"
+        refuse_unless(
+            isinstance(example, Example), f"{where}: expected an Example, got {example!r:.60}"
+        )
+        expected = "expected True or False; a graded rating belongs into rewards"
+        is_label = isinstance(example.label, bool | np.bool_)
+        refuse_unless(is_label, f"{where}: label: {expected}, got {example.label!r}")
+        numbers = [("weight", example.weight)]
+        numbers += [("rewards", x) for x in example.rewards if x is not None]
+        for name, x in numbers:
+            is_finite = isinstance(x, int | float) and math.isfinite(x)
+            refuse_unless(is_finite, f"{where}: {name}: expected a finite number, got {x!r}")
+    longest = max((len(e.prompt) for e in examples), default=0)
+    for j, e in enumerate(examples):
+        check_scorable(run, f"rate: example {j}", e.prompt, e.completions, longest)
 
 
 # ---- what an iteration learns from the answers ---------------------------------------------------
 
 
-def rated_line(answered: dict, example: Example) -> dict:
-    """A line of rated-N.jsonl: the one of answers-N.jsonl with its label, as kto.py reads it, and the example."""
-    of_sampling = ("key", "ids", "gap")
-    record = {name: value for name, value in answered.items() if name not in of_sampling}
+def rated_line(run: "Run", example: Example, stop: list[str]) -> dict:
+    """A line of rated-N.jsonl: the answer with its label, as kto.py reads it, and the example."""
+    answer = answer_fields(*read_answer(run.tokenizer, example.completions[0].tolist(), stop))
     rating = {"label": example.label, "weight": example.weight}
-    return record | rating | {"example": example._replace(asked={})._asdict()}
+    return example.asked | answer | rating | {"example": example._replace(asked={})._asdict()}
 
 
 def rated_examples(
@@ -330,12 +346,13 @@ def rated_examples(
     rate: Callable[["Run", list[Example], list[list[int]]], list[Example]],
     prompts: list[Example],
     answers: list[list[int]],
+    stop: list[str],
 ) -> list[Example]:
-    """The examples that rate(run, prompts, answers) makes of the answers of iteration i, one for each.
+    """The examples, any number of them, that rate(run, prompts, answers) makes of the answers of iteration i.
 
     Rank 0 calls rate, once an iteration, and writes the examples beside the answers. All ranks learn from
     that file, and so does a resume in the middle of the iteration: ratings need not be the same twice.
-    Raises BadInput.
+    stop: the stop texts of the answers. Raises BadInput.
     """
     file = iteration_file(run, "rated", i)
 
@@ -343,16 +360,8 @@ def rated_examples(
         if run.state.step == plan.begin:  # later the file counts: rate may answer otherwise now
             with user_code("rate"):
                 examples = list(rate(run, prompts, answers))
-            refuse_unless(
-                len(examples) == len(prompts),
-                f"rate: {len(prompts)} answers need as many examples, got {len(examples)}",
-            )
-            for j, e in enumerate(examples):
-                check_rated(f"rate: example {j}", e)
-            answered = read_lines(iteration_file(run, "answers", i))
-            write_whole(
-                file, as_lines([rated_line(*pair) for pair in zip(answered, examples, strict=True)])
-            )
+            check_rated(run, examples)
+            write_whole(file, as_lines([rated_line(run, e, stop) for e in examples]))
         return [row["example"] for row in read_lines(file)], run.objective.state_dict()
 
     rows, state = on_rank_0(run.fabric, read_or_rate)
@@ -362,7 +371,5 @@ def rated_examples(
         row["prompt"] = np.array(row["prompt"], np.int32)
         row["completions"] = tuple(np.array(ids, np.int32) for ids in row["completions"])
         examples.append(Example(**row))
-    longest = max(len(e.prompt) for e in examples)
-    for j, e in enumerate(examples):
-        check_scorable(run, f"rate: example {j}", e.prompt, e.completions, longest)
+    run.state.iteration_sizes[i - 1 :] = [len(examples)]
     return examples

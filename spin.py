@@ -23,7 +23,6 @@ from evaluation import Checker, format_table
 from infra.console import BadInput, run_cli, say
 from infra.devices import to_device
 from infra.files import read_lines
-from infra.optimizer import iteration_plans
 from infra.parse import parse
 from infra.settings import IdleRule, RunSettings, refuse_unless
 from objective import Objective, Z
@@ -166,8 +165,8 @@ def main(
         with_mixed = n + int(cfg.spin.mix * n)  # from the second iteration on
         if cfg.spin.mix and with_mixed == n:
             say(f"no effect: spin.mix: less than one of {n} answers")
-        plans = iteration_plans(cfg, [n] + [with_mixed] * (cfg.spin.max_iterations - 1))
-        for i, plan in iterations(run, plans, moving_reference=True):
+        sizes = [n] + [with_mixed] * (cfg.spin.max_iterations - 1)
+        for i, plan in iterations(run, sizes, moving_reference=True):
             answers = policy_answers(run, i, plan, demonstrations, cfg.spin)
             pairs = make_pairs(run, i, answers, cfg.spin.mix)
             show_pairs(run, i, betas[i - 1], pairs)

@@ -2,10 +2,8 @@
 
     python examples/online_dpo.py --online.num_generations 4
 
-A verdict is True or False, or a number from 0 to 1; with --kto.loss rpo_sq these numbers are the true rewards. Where
-all answers to a prompt are equally good there is no pair. online.py wants an example for each answer: one that is not
-the better half of a pair has weight 0. It still counts in batch_size, by which a step's loss is divided, and not in
-the columns of metrics.csv; `pairs` there is the share of the step's examples that are pairs.
+A verdict is True or False, or a number from 0 to 1; with --kto.loss rpo_sq these numbers are the true rewards. If all
+answers to a prompt are equally good, there is no pair. An iteration has as many steps as its pairs fill.
 """
 
 from dataclasses import dataclass
@@ -28,40 +26,26 @@ class Settings(online.Settings):
 
 
 def rate(run, prompts, answers):
-    """Beside each answer stands another one: the worst beside the best, else its own first token, for weight 0."""
+    """For each prompt the pair of its best and its worst answer, unless all are equally good."""
     answered = with_answers(prompts, answers)
     to_judge = as_answers(run.tokenizer, answered, run.cfg.online.stop)
     verdicts = run.evaluator.verdicts(to_judge)
     n = run.cfg.online.num_generations
-    examples = []
+    pairs = []
     for begin in range(0, len(answered), n):
         judged = [i for i in range(begin, begin + n) if verdicts[i] is not None]
         best = max(judged, key=verdicts.__getitem__, default=None)
         worst = min(judged, key=verdicts.__getitem__, default=None)
-        for i in range(begin, begin + n):
-            (own,) = answered[i].completions
-            example = answered[i]._replace(label=bool(verdicts[i] and verdicts[i] > 0.5))
-            if i == best and verdicts[best] > verdicts[worst]:
-                pair = (own, *answered[worst].completions)
-                scores = (verdicts[best], verdicts[worst])
-                example = example._replace(completions=pair, rewards=scores)
-            else:
-                example = example._replace(completions=(own, own[:1]), weight=0.0)
-            examples.append(example)
-    return examples
+        if judged and verdicts[best] > verdicts[worst]:
+            completions = answered[best].completions + answered[worst].completions
+            scores = (verdicts[best], verdicts[worst])
+            pair = answered[best]._replace(completions=completions, label=True, rewards=scores)
+            pairs.append(pair)
+    return pairs
 
 
 class OnlineDPO(dpo.DPO):
     record_kind = "prompts"
-
-    def loss(self, logps, ref_logps, batch, z_B):
-        loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
-        return loss_B, columns | {"pairs": batch.step.weight[batch.index_B] > 0}
-
-    def metrics(self, columns, z):
-        is_pair = columns.pop("pairs") > 0
-        of_pairs = {name: column[is_pair] for name, column in columns.items()}
-        return super().metrics(of_pairs, z) | {"pairs": is_pair.double().mean().item()}
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ class RunState:
     """Whether the validation of this step has begun but has not ended. A resume then validates first."""
     iteration: int = 0
     """The iteration of SPIN or online KTO, from 1."""
+    iteration_sizes: list[int] = field(default_factory=list)
+    """How many examples `rate` has made in each iteration of online KTO so far."""
     reference_has_moved: bool = False
     """Whether the reference is no longer the model that the run began with (Run.new_reference). If so, with LoRA, the
     adapters of earlier steps have been merged into the base."""

@@ -76,28 +76,33 @@ def run_plan(cfg: RunSettings, n: int) -> Plan:
 
 
 def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
-    """A plan for each iteration, one after the other; iteration i has cfg.epochs passes over sizes[i] examples.
-    max_steps ends the run earlier, and iterations that would begin later are left out. All plans have one schedule:
-    the total of all iterations, and the first one's epoch. Raises BadInput."""
-    lengths = [steps_per_epoch(cfg, n) for n in sizes]
+    """A plan for each iteration, one after the other. Iteration i has cfg.epochs passes over sizes[i] examples, and no
+    step if these are fewer than batch_size. max_steps ends the run earlier; iterations after it have no step. All
+    plans have one schedule: the total of all iterations, and the first one's epoch."""
+    lengths = [n // cfg.batch_size for n in sizes]
     ends = [0]
     for per_epoch in lengths:
         ends.append(ends[-1] + cfg.epochs * per_epoch)
-    total = cfg.max_steps or ends[-1]
-    refuse_unless(
-        total <= ends[-1],
-        f"max_steps: {total}, but the iterations have {ends[-1]} steps, and max_steps can only end them early: "
-        "give more iterations or epochs",
-    )
+    total = min(cfg.max_steps or ends[-1], ends[-1])
     ends = [min(end, total) for end in ends]
-    plans = [
+    return [
         Plan(per_epoch, total, begin, end, lengths[0])
         for per_epoch, begin, end in zip(lengths, ends, ends[1:])
-        if begin < end
     ]
-    if len(plans) < len(sizes):
-        say(f"max_steps: {total} steps end in iteration {len(plans)} of {len(sizes)}")
-    return plans
+
+
+def check_iterations(cfg: RunSettings, sizes: list[int]) -> None:
+    """Refuse iterations of these sizes that are too small, or too few for max_steps; say which one max_steps ends.
+    Raises BadInput."""
+    n_steps = sum(cfg.epochs * steps_per_epoch(cfg, n) for n in sizes)
+    refuse_unless(
+        (cfg.max_steps or 0) <= n_steps,
+        f"max_steps: {cfg.max_steps}, but the iterations have {n_steps} steps, and max_steps can only end them early: "
+        "give more iterations or epochs",
+    )
+    begun = sum(plan.begin < plan.end for plan in iteration_plans(cfg, sizes))
+    if begun < len(sizes):
+        say(f"max_steps: {cfg.max_steps} steps end in iteration {begun} of {len(sizes)}")
 
 
 # ---- the learning rate --------------------------------------------------------------------------

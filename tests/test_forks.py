@@ -72,7 +72,8 @@ HANDED = {
         ("--kto.fall=0.2", "--kto.rise=0.1"),
     ),
     "grpo": (online, {"objective": "GRPO", "settings": "Settings", "rate": "rate"}, ONLINE),
-    "online_dpo": (online, {"objective": "OnlineDPO", "settings": "Settings", "rate": "rate"}, ONLINE),
+    "online_dpo": (online, {"objective": "OnlineDPO", "settings": "Settings", "rate": "rate"},
+                   (*ONLINE, "--online.prompts_per_iteration=16")),
     "judge": (
         online,
         {"settings": "Settings", "trainer": "Judged", "checker": "judge"},
@@ -176,7 +177,7 @@ def test_an_example_runs_where_it_lies_by_its_command(name, clone, tmp_path, pla
     command, *_ = re.findall(r'(python examples/.*?)(?:""")?$', text, re.M)
     command = command.replace("http://127.0.0.1:8000", PLACES["server"])
     command = command.replace("FOLDER", str(PLACES["reward"]))
-    command += " --batch_size 8 --max_steps 3 --eval.prompts 4"
+    command += " --batch_size 4 --max_steps 3 --eval.prompts 4"
     if "online" in text:
         command += " --online.prompts_per_iteration 8"
     code, said, stderr = run(clone, tmp_path, command)
@@ -260,7 +261,7 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
     """A loss, settings, and a second model, here the reference itself, in one run; rate in another."""
     text = (ROOT / "docs" / "forks.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    [loop] = [block for block in blocks if "iteration_plans" in block]  # a part of a main
+    [loop] = [block for block in blocks if "import iterations" in block]  # a part of a main
     blocks.remove(loop)
     compile(loop, "forks.md", "exec")
     (tmp_path / "as_in_forks_md.py").write_text("\n".join(blocks).replace('"folder"', f'"{tiny}"'))
@@ -288,6 +289,12 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
     argv = (*COMMON, "--online.max_iterations=1", "--online.max_new_tokens=4", "--max_steps=2")
     rows = train(tiny, ratings, tmp_path / "b", *argv, program="online", rate=given.rate)["rows"]
     assert len(rows) == 2
+    argv = (*argv, "--online.num_generations=2", "--epochs=1", "--max_steps=1")
+    handed = dict(program="online", rate=given.mixed_groups, checker=even)
+    train(tiny, ratings, tmp_path / "c", *argv, **handed)
+    rated = (tmp_path / "c" / "iterations" / "rated-1.jsonl").read_text().splitlines()
+    labels = [json.loads(line)["label"] for line in rated]
+    assert 0 < len(labels) < 32 and all(a != b for a, b in zip(labels[::2], labels[1::2]))
 
 
 # ---- a loss of one's own -------------------------------------------------------------------------

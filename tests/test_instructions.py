@@ -98,7 +98,7 @@ def test_the_program_makes_its_data_and_trains_on_them(chatty, tmp_path):
     started = Started(tmp_path, program, argv.split(), first=lambda: os.chdir(tmp_path))
     code, said, stderr = started.ended()
     assert code == 0, stderr
-    assert "iteration 2: 8 answers, 0 right (0.0%), " in said
+    assert "iteration 2: 8 examples, 0 right (0.0%), " in said
     after = json.loads((tmp_path / "out" / "run" / "eval" / "after.json").read_text())
     assert set(after["by"]["kind"]) == set(task.KINDS)
     assert set(after["by"]["group"]) == {"trained kinds", "new kinds"}

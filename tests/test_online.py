@@ -79,7 +79,7 @@ def test_each_iteration_learns_from_fresh_answers_that_the_checker_rated(
         own = answers(tmp_path, i)
         assert [list(e.completions[0]) for e in examples] == [a["ids"] for a in own]
         assert [e.label for e in examples] == [len(a["completion"]) % 2 == 0 for a in own]
-        assert f"iteration {i}: 10 answers, {sum(e.label for e in examples)} right" in said
+        assert f"iteration {i}: 10 examples, {sum(e.label for e in examples)} right" in said
     asked = [e.prompt.tobytes() for examples, _ in fits for e in examples[::2]]
     assert len(set(asked[:7])) == len(set(asked[7:14])) == 7, "one pass after another"
     assert answers(tmp_path, 1) != answers(tmp_path, 2) and len(run["rows"]) == 6
@@ -174,6 +174,38 @@ def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
 # ---- checkers and raters -------------------------------------------------------------------------
 
 
+def of_any_number(run, asked, ids) -> list:
+    """9 examples in iteration 1, 3 in iteration 2, 13 in iteration 3, in an order that is never the same twice."""
+    answered = evaluation.with_answers(asked, ids)
+    rated = [e._replace(label=bool(i % 2)) for i, e in enumerate([*answered, *answered])]
+    order = np.random.default_rng(list(os.urandom(8))).permutation(len(rated))
+    return [rated[i] for i in order[: {1: 9, 2: 3, 3: 13}[run.state.iteration]]]
+
+
+@pytest.mark.parametrize("n, stop, more", [(1, 1, ()), (1, 4, ("--lora.rank=2",)), (2, 2, ())])
+def test_an_iteration_has_as_many_steps_as_the_examples_that_rate_made(
+    n, stop, more, tiny, prompts, tmp_path, capfd
+):
+    """Two steps of four, none, three: an order of ten answers each would give six steps."""
+    out, handed = tmp_path / "run", dict(rate=of_any_number)
+    argv = (
+        "--optim.schedule=linear",
+        "--optim.warmup=0",
+        f"--strategy={'ddp' if n > 1 else 'auto'}",
+        *more,
+    )
+    for last in (f"--stop_at={stop}", "--resume=auto"):
+        run, *_ = ranks(n, lambda rank: go(tiny, prompts, out, *argv, last, **handed))  # noqa: B023
+    assert len(run["rows"]) == 5 and [len(learned(out, i)) for i in (1, 2, 3)] == [9, 3, 13]
+    # a line from 1 to 0: of 6 steps as long as each iteration may have two, then of 5
+    assert [row["lr"] for row in run["rows"]] == pytest.approx(
+        [1e-2 * x for x in (1, 5 / 6, 3 / 5, 2 / 5, 1 / 5)]
+    )
+    assert "iteration 2: no step: 3 examples are fewer than batch_size" in capfd.readouterr().out
+    with pytest.raises(BadInput, match="^rate: no iteration has as many examples as batch_size"):
+        go(tiny, prompts, tmp_path / "none", rate=lambda *given: of_any_number(*given)[:3])
+
+
 BAD = {  # what a checker gives for ten answers -> what is said
     "10 answers need as many verdicts, got 9": [True] * 9,
     "answer 7: expected True, False or a number from 0 to 1, got 'yes'": [True] * 7 + ["yes"] * 3,
@@ -205,7 +237,7 @@ def test_an_answer_without_a_verdict_is_no_thumb_and_no_part_of_the_accuracy(
     assert [a["right"] for a in before["answers"][3:]] == [False, None, True, False]
     said = capsys.readouterr().out
     assert "no verdict on 2 of 10 answers, which are left out" in said
-    assert "iteration 1: 10 answers, 2 right (25.0% of 8 that are rated)" in said
+    assert "iteration 1: 10 examples, 2 right (25.0% of 8 that are rated)" in said
     assert "33.3%" in said and "2 of 6, 1 without a verdict" in said
 
 
