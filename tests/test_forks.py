@@ -13,7 +13,6 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import dpo
 import kto
 import online
-from checks import check_new_reference, check_objective
+from checks import check_objective
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, Failed
 from infra.logger import Logger
@@ -143,23 +142,6 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-3 if name == "muon" else 1e-4)
 
 
-GRPO_REFUSES = ("num_generations=1", "reference=first", "temperature=0.7", "top_p=0.9",
-                "cut=drop", "balance=true")  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", [f"--online.{setting}" for setting in GRPO_REFUSES])
-def test_grpo_refuses_what_would_teach_nothing_or_something_else(wrong, tiny, ratings, tmp_path):
-    """The advantage of an answer alone is 0; the ratio is that to the policy which gave the answers."""
-    with pytest.raises(BadInput, match=f"^{wrong[2:].partition('=')[0]}: "):
-        train_example(
-            "grpo",
-            tiny,
-            ratings,
-            tmp_path / "run",
-            further=(*ONLINE, *COMMON, "--batch_size=2", wrong),
-        )
-
-
 def run(clone: Path, folder: Path, command: str) -> tuple[int, str, str]:
     """The command as typed in the clone. -> exit code, stdout, stderr"""
 
@@ -185,48 +167,27 @@ def test_an_example_runs_where_it_lies_by_its_command(name, clone, tmp_path, pla
 
 
 def test_blocks_of_ones_own_resume_and_export_a_model_that_their_file_alone_loads(clone, tmp_path):
-    """Log-probs of the export by hand: by transformers' GPT-2 with the other order of residuals."""
-    command = "python examples/parallel_residual.py --batch_size 8 --max_steps 4 --eval.prompts 4"
-    command += " --save_interval 2 --optim.lr 1e-2 --precision 32-true"
-    code, said, stderr = run(clone, tmp_path / "b", f"{command} --out_dir out/run --stop_at 2")
+    example = "python examples/parallel_residual.py --batch_size 8 --eval.prompts 4"
+    example += " --precision 32-true --kto.sft_loss_weight 1 --data.val demo/val.jsonl"
+    command = f"{example} --max_steps 4 --optim.lr 1e-2 --out_dir out/run --stop_at 2"
+    code, said, stderr = run(clone, tmp_path / "a", command)
     assert "the blocks are ParallelBlock: log-probs are not compared" in said, stderr
     (resume,) = re.findall(r"^  (python .*)$", said, re.M)
-    code, said, stderr = run(clone, tmp_path / "c", resume)
+    code, said, stderr = run(clone, tmp_path / "b", resume)
     assert code == 0, stderr
-    out = clone / "out" / "run"
     # its export: refused by kto.py and by transformers, read by its own file
-    ask = f"--model {out / 'final'} --data.train demo/train.jsonl --max_steps 1 --eval.samples 0"
-    code, _, stderr = run(clone, tmp_path / "d", f"python kto.py {ask}")
+    final = clone / "out" / "run" / "final"
+    ask = f"--model {final} --data.train demo/train.jsonl --max_steps 1 --eval.samples 0"
+    code, _, stderr = run(clone, tmp_path / "c", f"python kto.py {ask}")
     assert (code, stderr.count("\n")) == (2, 1) and "its blocks are ParallelBlock" in stderr
     with pytest.raises(ValueError, match="ParallelBlock"):
-        transformers.AutoModelForCausalLM.from_pretrained(out / "final")
-    ask += " --optim.lr 0 --batch_size 8 --data.shuffle false"
-    again = f"python examples/parallel_residual.py {ask} --kto.sft_loss_weight 1"
-    code, _, stderr = run(clone, tmp_path / "e", f"{again} --out_dir out/again")
+        transformers.AutoModelForCausalLM.from_pretrained(final)
+    code, _, stderr = run(clone, tmp_path / "d", f"{example} {ask} --out_dir out/again")
     assert code == 0, stderr
-    (row,) = rows_of(clone / "out" / "again" / "metrics.csv")
-    config = json.loads((out / "final" / "config.json").read_text()) | {"model_type": "gpt2"}
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config)).eval()
-    gpt2.load_state_dict(load_file(out / "final" / "model.safetensors"), strict=False)
-
-    def parallel(block, x, *args, **options):
-        from_attention = block.attn(block.ln_1(x), *args, **options)[0]
-        return x + from_attention + block.mlp(block.ln_2(x))
-
-    for block in gpt2.transformer.h:
-        block.forward = partial(parallel, block)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "final")
-    nll = []
-    for line in (clone / "demo" / "train.jsonl").read_text().splitlines()[:8]:
-        record = json.loads(line)
-        prompt = tokenizer(record["prompt"], add_special_tokens=False).input_ids
-        completion = tokenizer(record["completion"], add_special_tokens=False).input_ids
-        ids = torch.tensor([*prompt, *completion, tokenizer.eos_token_id])
-        with torch.no_grad():
-            logp = gpt2(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])
-        if record["label"]:
-            nll.append(-logp[len(prompt) - 1 :].sum().item())
-    assert float(row["sft_loss"]) == pytest.approx(np.mean(nll), rel=1e-4)
+    before, *_, trained = rows_of(clone / "out" / "run" / "val.csv")
+    exported, *_ = rows_of(clone / "out" / "again" / "val.csv")
+    assert float(exported["sft_loss"]) == pytest.approx(float(trained["sft_loss"]), rel=1e-4)
+    assert abs(float(before["sft_loss"]) - float(trained["sft_loss"])) > 0.01
 
 
 def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(
@@ -601,38 +562,30 @@ def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratin
 # ---- z of one's own ------------------------------------------------------------------------------
 
 
-class Follower(kto.KTO):
-    """Whose completion a mismatched pair has depends on what the step before has left."""
-
-    shift = 0
-
-    def after_step(self, step, columns, z):
-        self.shift = 1 + int(1e6 * columns["loss"].mean().item()) % 5
-
-    def state_dict(self):
-        return {"shift": self.shift}
-
-    def mismatched_completions(self, examples):
-        seen.append(self.shift)
-        n = len(examples)
-        return [examples[(i + self.shift) % n].completions[0] for i in range(n)]
-
-
-seen: list[int] = []
-
-
 def test_mismatched_pairs_of_ones_own_are_chosen_by_what_the_step_before_has_left(
     tiny, ratings, tmp_path
 ):
+    seen = []
+
+    class Follower(kto.KTO):
+        shift = 0
+
+        def after_step(self, step, columns, z):
+            self.shift = 1 + int(1e6 * columns["loss"].mean().item()) % 5
+
+        def state_dict(self):
+            return {"shift": self.shift}
+
+        def mismatched_completions(self, examples):
+            seen.append(self.shift)
+            n = len(examples)
+            return [examples[(i + self.shift) % n].completions[0] for i in range(n)]
+
     argv = (*COMMON, "--keep_last=9", "--save_interval=1")
-    seen.clear()
-    whole = train(tiny, ratings, tmp_path / "whole", *argv, objective=Follower)
+    train(tiny, ratings, tmp_path, *argv, objective=Follower)
     _of_start_check, *steps = seen
-    left = [state(tmp_path / "whole", step)["shift"] for step in range(1, 6)]
+    left = [state(tmp_path, step)["shift"] for step in range(1, 6)]
     assert steps == [0, *left] and len(set(steps)) > 2
-    train(tiny, ratings, tmp_path / "run", *argv, "--stop_at=3", objective=Follower)
-    again = train(tiny, ratings, tmp_path / "run", *argv, "--resume=auto", objective=Follower)
-    assert_same(again, whole)
 
 
 class Ages(kto.KTO):
@@ -702,22 +655,6 @@ def test_an_override_of_forward_is_reached_on_every_path(cut, tiny, ratings, tmp
     assert (sum(in_steps), sum(elsewhere)) == (2 * 12, 2 * 48 + 2 * 4)
 
 
-def test_the_columns_of_any_examples_are_those_that_validation_sees(tiny, ratings, tmp_path):
-    losses = []
-
-    class Scores(Trainer):
-        def fit(self, examples=None, plan=None):
-            ended = super().fit(examples, plan)
-            columns, kl = self.score_examples(self.run.examples["train"])
-            losses.append(columns["loss"].mean().item())
-            return ended
-
-    argv = (*COMMON, f"--data.val={ratings}", "--precision=64-true", "--val_interval=6")
-    train(tiny, ratings, tmp_path, *argv, trainer=Scores)
-    assert losses == [pytest.approx(float(rows_of(tmp_path / "val.csv")[-1]["loss"]), rel=1e-9)]
-    assert abs(losses[0] - 0.5) > 1e-3
-
-
 class SyncedReference(Trainer):
     """As in docs/forks.md: TRL's sync_ref_model."""
 
@@ -744,14 +681,13 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     assert_same(train(*argv, "--resume=auto", trainer=SyncedReference), whole)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.6])
-def test_a_reference_in_bfloat16_moves_by_its_share_on_average(share, tiny, ratings, tmp_path):
-    """Rounded to nearest, a share of 0.4 of one spacing would be nothing, and one of 0.6 the whole."""
+def test_a_reference_in_bfloat16_moves_by_its_share_on_average(tiny, ratings, tmp_path):
+    """Rounded to nearest, a share of 0.4 of one spacing would be nothing."""
 
     class Synced(Trainer):
         def optimizer_step(self, plan):
             lr = super().optimizer_step(plan)
-            self.run.new_reference(share=share)
+            self.run.new_reference(share=0.4)
             return lr
 
     argv = (*COMMON, "--max_steps=1", "--precision=bf16-mixed", "--optim.lr=1e-4")
@@ -766,7 +702,7 @@ def test_a_reference_in_bfloat16_moves_by_its_share_on_average(share, tiny, rati
             step = policy[name].bfloat16().double() - first
             moved += (step.sign() * (x.double() - first)).sum().item()
             whole += step.abs().sum().item()
-    assert moved / whole == pytest.approx(share, abs=0.05)
+    assert moved / whole == pytest.approx(0.4, abs=0.05)
 
 
 CANNOT_MOVE = {
@@ -788,18 +724,6 @@ def test_a_reference_that_cannot_move_is_refused_before_it_does(fault, tiny, rat
         train(tiny, ratings, tmp_path / "run", *COMMON, *argv, trainer=Synced)
 
 
-def test_adapters_that_would_be_merged_into_a_rounded_base_are_refused():
-    def cfg(**of_lora):
-        lora = SimpleNamespace(**{"rank": 2, "quantize": None, **of_lora})
-        given = dict(reference_cache=None, reference=None, precision="bf16-true", lora=lora)
-        return SimpleNamespace(**given)
-
-    with pytest.raises(BadInput, match="^lora.quantize: "):
-        check_new_reference(cfg(quantize="nf4"), True, 1.0)
-    with pytest.raises(BadInput, match="^new_reference: this objective has no reference"):
-        check_new_reference(cfg(), False, 1.0)
-
-
 def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():
     from humanline import Humanline, HumanlineSettings
 
@@ -810,15 +734,6 @@ def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():
     assert policy.item() == -7.5 and (policy - reference).item() == 0.5 - 1 + 1.5
     (gradient,) = torch.autograd.grad((policy - reference).sum(), logps)
     assert gradient.tolist() == [[[1, 0, 0, 1, 1]]], "beyond a limit a token has no gradient"
-
-
-def test_humanlines_reference_is_the_policy_before_the_last_step(tiny, ratings, tmp_path):
-    argv = (*COMMON, "--max_steps=4", "--save_interval=1", "--keep_last=9")
-    train_example("humanline", tiny, ratings, tmp_path / "a", *argv)
-    for step in (2, 3, 4):
-        before = saved(tmp_path / "a", step - 1, "weights")
-        for name, x in saved(tmp_path / "a", step, "reference").items():
-            assert torch.equal(x, before[name])
 
 
 def test_the_best_weights_are_tested_with_the_memory_and_the_reference_of_their_step(

@@ -21,7 +21,7 @@ from evaluation import format_before_after, wilson_interval
 from infra import console
 from infra.checkpoint import RunState
 from infra.console import BadInput, advance, progress
-from infra.logger import Logger, Throughput, add_row, begin_wandb, cut_rows
+from infra.logger import Logger, Throughput, add_row, cut_rows
 from infra.optimizer import Plan
 from infra.settings import Data
 from trainer import Trainer
@@ -139,6 +139,7 @@ def note_what_wandb_gets(out: Path) -> None:
     for name in [x for x in os.environ if x.startswith("WANDB_")]:  # this machine's own settings
         del os.environ[name]
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(out)}
+    os.environ["WANDB_NAME"] = "mine"
     warnings.simplefilter("ignore")  # wandb leaves files open
     import wandb
 
@@ -147,6 +148,7 @@ def note_what_wandb_gets(out: Path) -> None:
     def noted(self, numbers, step):
         with open(out / "calls", "a") as f:
             f.write(json.dumps([numbers, step]) + "\n")
+        assert self.name == "mine"
         return real(self, numbers, step=step)
 
     wandb.Run.log = noted
@@ -213,21 +215,6 @@ def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run
     assert values == logged(out)
     files = list((out / "wandb").glob("offline-run-*/*.wandb"))
     assert [f.stem for f in files] == [f"run-{(out / 'wandb_id').read_text()}"] * 2
-
-
-@pytest.mark.parametrize("given, name", [({"WANDB_NAME": "mine"}, "mine"), ({}, "run")])
-def test_a_run_of_wandb_has_the_name_of_the_environment_or_else_of_the_folder(
-    given, name, tmp_path, monkeypatch
-):
-    begun = []
-    run = SimpleNamespace(id="id")
-    monkeypatch.setattr("wandb.init", lambda **given: begun.append(given) or run)
-    monkeypatch.delenv("WANDB_NAME", raising=False)
-    for variable, value in given.items():
-        monkeypatch.setenv(variable, value)
-    (tmp_path / "run").mkdir()
-    begin_wandb(run_settings(tmp_path / "run"))
-    assert begun[0]["name"] == name
 
 
 def test_the_docs_name_every_column(tracked):
@@ -375,29 +362,3 @@ def test_a_letter_that_the_terminal_cannot_show_ends_no_program(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
     console.run_cli(lambda: console.say("Größe: 日本"))
     assert shown.getvalue() == "Größe: \\u65e5\\u672c\n".encode("latin-1")
-
-
-def test_a_long_first_step_says_how_far_it_is(tiny, ratings, tmp_path):
-    """Every five seconds; here a fifth of a second, and a micro-batch takes a tenth."""
-
-    def first():
-        import trainer
-
-        real = trainer.progress
-        trainer.progress = lambda title, total, silent=5: real(title, total, silent / 25)
-        own = trainer.Trainer.micro_batch_loss
-
-        def slow(*given):
-            time.sleep(0.1)
-            return own(*given)
-
-        trainer.Trainer.micro_batch_loss = slow
-
-    argv = [f"--model={tiny}", f"--data.train={ratings}", f"--out_dir={tmp_path / 'run'}"]
-    argv += ["--batch_size=12", "--max_steps=2", "--micro_batch_size=1"]
-    argv += [f"--data.val={ratings}", "--eval.samples=0"]
-    code, said, stderr = Started(tmp_path, "kto", argv, first).ended()
-    assert (code, stderr) == (0, "")
-    lines = [line for line in said.splitlines() if re.match(r"step 1: \d+%, 0:00:0\d left", line)]
-    assert 2 < len(lines) < 9 and "\nstep 2: " not in said, "a later step: once a minute"
-    assert re.search(r"(?m)^validation: \d+%, 0:00:0\d left$", said.split("step 1/2: ")[1])

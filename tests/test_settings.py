@@ -56,10 +56,8 @@ def put(s, name: str, value):
 # ---- which settings a run has --------------------------------------------------------------------
 
 
-def test_without_arguments_it_is_the_demo_and_overrides_are_on_top():
+def test_without_arguments_it_is_the_demo():
     assert parse() == parse("--config", DEMO)
-    s = parse("--batch_size", 32, "--kto.beta=0.3")
-    assert s == put(put(parse(), "batch_size", 32), "kto.beta", 0.3)
 
 
 def test_a_run_of_ones_own_must_name_its_model_and_records_and_has_nothing_of_the_demo(config):
@@ -73,37 +71,25 @@ def test_a_run_of_ones_own_must_name_its_model_and_records_and_has_nothing_of_th
     assert parse(*OWN).optim.lr == settings.Optim.lr
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_naming_the_records_alone_keeps_the_demos_model_but_neither_validation_nor_checker(
-    first, capsys
-):
-    def both(*more):
-        return parse(*more, "--data.train=t") if first else parse("--data.train=t", *more)
-
-    s = both()
+def test_naming_the_records_alone_keeps_the_demos_model_but_neither_validation_nor_checker(capsys):
+    s = parse("--data.train=t")
     assert (s.model, s.data.train, s.optim.lr) == (parse().model, "t", parse().optim.lr)
     assert (s.data.val, s.eval.check) == (None, None)
     said = "your data.train: the demo's validation data and checker are left out\n"
     assert capsys.readouterr().out == said
-    s = both("--data.val", "v", "--eval.check=demo")
+    s = parse("--data.val", "v", "--data.train=t", "--eval.check=demo")
     assert (s.data.val, s.eval.check) == ("v", "demo")
 
 
-def test_an_override_wins_wherever_it_stands(config):
-    file = config({"batch_size": 4, "kto": {"beta": 0.3}})
-    for argv in (
-        ["--batch_size=8", "--config", file],
-        ["--config", file, "--batch_size", 8],
-        ["--batch_size", 8, f"--config={file}"],
-    ):
-        s = parse(*argv)
-        assert (s.batch_size, s.kto.beta) == (8, 0.3)
-
-
-def test_of_two_configs_the_later_wins_and_the_rest_is_kept(config):
+def test_an_option_overrides_the_files_wherever_it_stands_and_a_later_file_an_earlier_one(config):
     a = config({"batch_size": 4, "kto": {"beta": 0.3}}, "a.yaml")
     b = config("batch_size: 8\ndata: {val: v}\n", "b.yaml")
-    for argv, size in (([f"--config={a}", "--config", b], 8), (["--config", b, "--config", a], 4)):
+    for argv, size in (
+        (["--batch_size=2", "--config", a, f"--config={b}"], 2),
+        (["--config", a, "--batch_size", 2, "--config", b], 2),
+        ([f"--config={a}", "--config", b], 8),
+        (["--config", b, "--config", a], 4),
+    ):
         s = parse(*argv)
         assert (s.batch_size, s.kto.beta, s.data.train, s.data.val) == (size, 0.3, "t", "v")
 
@@ -313,20 +299,20 @@ def test_every_config_parses_and_begins_with_what_to_expect():
 # ---- what a resume may change, and what a run makes of its settings ------------------------------
 
 
+FREE = (
+    "val_interval stop_at resume eval.samples micro_batch_tokens devices strategy reference_cache"
+)
+HASHED = "model data.train"  # their contents are compared
+OTHER_RUN = "kto.beta max_steps seed batch_size reference precision"
+
+
 def test_a_resume_may_change_how_a_step_is_split_and_what_is_told_but_not_the_run():
     old, rules = settings.flatten(parse()), settings.resume_rules(kto.Settings)
-
-    def changes(**new):
-        return settings.changed_settings(old, old | new, rules)
-
-    assert changes() == []
-    for name in ("kto.beta", "max_steps", "seed", "batch_size", "reference", "precision"):
-        assert changes(**{name: "other"}) == [name], name
-    # of model and data the hashes are compared
-    for name in ("val_interval", "stop_at", "resume", "eval.samples", "model", "data.train"):
-        assert changes(**{name: "other"}) == [], name
-    for name in ("micro_batch_tokens", "devices", "strategy", "reference_cache"):
-        assert changes(**{name: "other"}) == [], name
+    changed = {
+        name: settings.changed_settings(old, old | {name: "other"}, rules)
+        for name in f"{FREE} {HASHED} {OTHER_RUN}".split()
+    }
+    assert [name for name, names in changed.items() if names] == OTHER_RUN.split()
     older = {k: v for k, v in old.items() if k != "optim.eps"}
     assert settings.changed_settings(older, old, rules) == ["optim.eps"], "it was not there"
 
