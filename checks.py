@@ -30,7 +30,7 @@ from model import Scores
 from models.hub import context_of, find_model, read_config
 from objective import Objective, Z
 from records.examples import Example
-from records.sources import ENDINGS, files_of, split_share, split_sources
+from records.sources import ENDINGS, files_of, split_sources
 from records.tokenizer import Tokenizer
 
 # of val.csv, by the checker: empty in rows without a check
@@ -119,8 +119,7 @@ def check_files(data: Data) -> None:
     """Refuse a file of records that is not there, before a model is fetched."""
     for split in ("train", "val", "test"):
         for source in split_sources(getattr(data, split)):
-            name, _ = split_share(source)
-            for file in files_of(name):
+            for file in files_of(source):
                 path = find_path(file)
                 is_file = path.suffix.lower() in ENDINGS
                 refuse_unless(path.exists() or not is_file, f"data.{split}: {file}: no such file")

@@ -34,7 +34,7 @@ from models.hub import (
 )
 from models.load import load_model, put_on
 from models.lora import Adapter, delta_of
-from records.sources import split_share, split_sources
+from records.sources import split_sources
 
 # ---- types of weights ----------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ def make_card(checkpoint: Source, library: str | None) -> str:
     settings = read_settings(checkpoint.folder)
     state = read_state(checkpoint.folder)
     parts = split_sources(settings["data"]["train"])
-    names = [split_share(part)[0].partition(":")[0] for part in parts]
+    names = [part.partition(":")[0] for part in parts]
     about = {
         "library_name": library,
         "base_model": root_id(checkpoint),

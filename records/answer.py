@@ -6,7 +6,7 @@ equal if they are equal in everything that the model was asked.
 
 import json
 
-from records.forms import Record, as_turns, refuse_half_characters
+from records.forms import Record, as_turns
 from records.tokenizer import Tokenizer
 
 
@@ -27,9 +27,7 @@ def fields_of_prompt(record: Record) -> dict:
     }
     asked = {name: value for name, value in asked.items() if value is not None}
     fields = {"prompt": record.prompt} | record.beside | record.extra | asked
-    text = json.dumps(fields, ensure_ascii=False, default=str)  # a table has days, too
-    refuse_half_characters("record", text)
-    return json.loads(text)
+    return json.loads(json.dumps(fields, default=str))  # a table has days, too
 
 
 def prompt_key(record: Record) -> str:

@@ -5,34 +5,23 @@ training points at; the splits of the data and their tables (load_splits); the h
 """
 
 import hashlib
-import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
-from infra.settings import ROOT, Data, find_path, refuse_unless, split_commas
+from infra.settings import Data, refuse_unless, split_commas
 from records.answer import asked_record, fields_of_prompt
-from records.forms import (
-    Kind,
-    Record,
-    as_turns,
-    check_extra,
-    content_of,
-    is_place,
-    refuse_half_characters,
-    understand_record,
-)
-from records.sources import collect, decoded_records, files_of, split_share, split_sources
+from records.forms import Kind, Record, as_turns, content_of, is_place, understand_record
+from records.sources import collect, decoded_records, files_of, split_sources
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
-from records.wording import Wording, digests_of_conversations, standing_in, wording_of
+from records.wording import Wording, digests_of_conversations, wording_of
 
 
 class Example(NamedTuple):
@@ -73,6 +62,7 @@ class Example(NamedTuple):
 BY_TEMPLATE = "by the chat template"
 COMPLETIONS_CUT = "completions cut"
 EQUAL_PAIRS = "equal pairs, left out"
+BATCH = 100  # records that become token ids at once: an encoding holds some 100 bytes a token beside its ids
 
 
 # ---- from a file to examples ---------------------------------------------------------------------
@@ -96,14 +86,10 @@ def load_examples(
     """
     counts: Counter = Counter()
     examples: list[Example] = []
-    for source_with_share in split_sources(source):
+    for name in split_sources(source):
         before = len(examples)
-        name, share = split_share(source_with_share)
-        files = files_of(name)
-        if len(files) > 1 and isinstance(share, int):
-            raise BadInput(f"{name}: {len(files)} files; a number after # is of one file (or #0.5)")
-        for file in files:
-            examples += load_file(file, tokenizer, kind, data, counts, share, make_records)
+        for file in files_of(name):
+            examples += load_file(file, tokenizer, kind, data, counts, make_records)
         if len(examples) == before:
             raise BadInput(f"{name}: no records")
     if kind == "prompts":
@@ -125,53 +111,43 @@ def load_file(
     kind: Kind,
     data: Data,
     counts: Counter,
-    share: int | float | None = None,
     make_records: Callable | None = None,
 ) -> list[Example]:
-    """The examples of one file, or of a share of its records; adds to the counts. Raises BadInput."""
+    """The examples of one file; adds to the counts. Raises BadInput."""
     records = understood_records(file, kind, data, counts, make_records)
-    records = seeded_share(file, records, share)
     for record in records.values():
-        for what in what_looks_wrong(record, tokenizer):
-            counts[what] += 1
+        counts.update(what_looks_wrong(record, tokenizer))
     # All records of a file are rendered in one way: by the chat template if any of them needs it.
     by_template = any(record.needs_template for record in records.values())
     if tokenizer.template and not by_template:
         by_template = any(record.instruct for record in records.values())
     plain = "plain: the model's chat template is not used" if tokenizer.template else "plain"
     counts[BY_TEMPLATE if by_template else plain] += len(records)
-    texts = rendered_records(file, records, tokenizer, by_template, data, counts)
-    # texts become token ids, with BOS and EOS, and are cut
     examples: list[Example] = []
-    with progress(f"{Path(file).name}: records as tokens", len(texts)):
-        for where, (prompt, completions) in zip(texts, encode_texts(texts, tokenizer, by_template)):
-            record = records[where]
-            if record.cut and not by_template:  # the template writes no end, the tokenizer did
-                completions = [ids[:-1] for ids in completions]
-            if record.cut and not all(completions):
-                counts["dropped: cut before the first word"] += 1
-                continue
-            if not prompt or not all(completions):
-                raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
-            has_unknown = any(tokenizer.unknown in ids for ids in (prompt, *completions))
-            prompt_text, answers = texts[where]
-            if has_unknown or any(map(tokenizer.leaves_out_letters, [prompt_text, *answers])):
-                counts["with letters that the tokenizer does not know"] += 1
-            whole = example_of(record, where, prompt, completions)
-            example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
-            wording = wording_of(record, by_template, example.prompt_key)
-            asked = {}
-            if kind in (
-                "prompts",
-                "demonstrations",
-            ):  # only these kinds of records are answered anew
-                asked = fields_of_prompt(asked_record(record, tokenizer, by_template))
-            example = example._replace(wording=wording, asked=asked)
-            examples += learned_from(example, kind, counts)
-            advance()
+    for where, (prompt, completions) in encode_records(
+        file, records, tokenizer, by_template, data, counts
+    ):
+        record = records[where]
+        if record.cut and not by_template:  # the template writes no end, the tokenizer did
+            completions = [ids[:-1] for ids in completions]
+        if record.cut and not all(completions):
+            counts["dropped: cut before the first word"] += 1
+            continue
+        if not prompt or not all(completions):
+            raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
+        if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
+            counts["with letters that the tokenizer does not know"] += 1
+        whole = example_of(record, where, prompt, completions)
+        example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
+        asked = {}
+        if kind in ("prompts", "demonstrations"):  # only these kinds are answered anew
+            asked = fields_of_prompt(asked_record(record, tokenizer, by_template))
+        wording = wording_of(record, by_template, example.prompt_key)
+        example = example._replace(wording=wording, asked=asked)
+        examples += learned_from(example, kind, counts)
     if counts[EQUAL_PAIRS] and not examples:
         after = " after data.max_completion" if counts[COMPLETIONS_CUT] else ""
-        raise BadInput(f"{file}: no records: all {len(texts):,} pairs are equal pairs{after}")
+        raise BadInput(f"{file}: no records: all {len(records):,} pairs are equal pairs{after}")
     return examples
 
 
@@ -181,50 +157,70 @@ def understood_records(
     """{place: what a line of the file says} for each record of a file. Raises BadInput."""
     records: dict[str, Record] = {}
     faults: list[str] = []
+    extra = split_commas(data.extra)
     with progress(f"{Path(file).name}: records", None):
         for where, raw in decoded_records(file, faults, counts):
             with collect(faults, where):
                 for place, record in our_records(where, raw, make_records, counts):
                     with collect(faults, place):
-                        records[place] = understand_record(record, kind, split_commas(data.extra))
-                        for field, value in records[place].extra.items():
-                            check_extra(field, value)
-                        for field in records[place].beside:  # the table prints it
-                            refuse_half_characters("record", field)
+                        records[place] = understand_record(record, kind, extra)
             advance()
-    command = convert_command(file, kind) if faults and not records else []
-    if command:
-        raise BadInput("\n".join(faults[:1] + command))
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
+    refuse(faults)
     return records
 
 
-def rendered_records(
+def refuse(faults: list[str]) -> None:
+    """Raise BadInput with the first 20 faults, if there are any."""
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+
+
+def encode_records(
     file: str,
     records: dict[str, Record],
     tokenizer: Tokenizer,
     by_template: bool,
     data: Data,
     counts: Counter,
-) -> dict[str, tuple[str, list[str]]]:
-    """{place: the texts of prompt and completions} for each record, which must have all that the record says. Raises
-    BadInput."""
-    texts = {}
+) -> Iterator[tuple[str, tuple[list, list]]]:
+    """(place, (ids of the prompt, ids of each completion)) of each record. Raises BadInput."""
     faults: list[str] = []
-    with progress(f"{Path(file).name}: records as text", len(records)):
-        for where, record in records.items():
-            with collect(faults, where):
-                try:
-                    texts[where] = render_record(record, tokenizer, by_template, counts)
-                except LeftOut:
-                    if data.left_out == "refuse":
-                        raise
-                    counts["dropped by data.left_out"] += 1
-            advance()
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
-    return texts
+    items = iter(records.items())
+    with progress(f"{Path(file).name}: records as tokens", len(records)):
+        while some := list(islice(items, BATCH)):
+            texts = {}
+            for where, record in some:
+                with collect(faults, where):
+                    try:
+                        texts[where] = tokenizer.render(record, by_template, counts)
+                    except LeftOut:
+                        if data.left_out == "refuse":
+                            raise
+                        counts["dropped by data.left_out"] += 1
+            for item in zip(texts, encode_texts(texts, tokenizer, by_template, faults)):
+                yield item
+                advance()
+    refuse(faults)
+
+
+def encode_texts(
+    texts: dict[str, tuple[str, list[str]]],
+    tokenizer: Tokenizer,
+    by_template: bool,
+    faults: list[str],
+) -> list[tuple[list, list]]:
+    """(ids of the prompt, ids of each completion) of each record's texts. If the tokenizer raises an exception, it is
+    asked again for each record: a fault names the record."""
+    try:
+        return list(tokenizer.encode_all(list(texts.values()), by_template))
+    except Exception:
+        n = len(faults)
+        for where, texts_of_record in texts.items():
+            with collect(faults, where), user_error("tokenizer"):
+                list(tokenizer.encode_all([texts_of_record], by_template))
+        if len(faults) == n:
+            raise
+        return []
 
 
 def example_of(
@@ -254,8 +250,6 @@ def our_records(
                 made = make_records(raw) or []
         except Failed as e:  # an error about this record
             raise BadInput(str(e)) from e
-        if not isinstance(made, list) or not all(isinstance(x, dict) for x in made):
-            raise BadInput(f"main(make_records=...): expected a list of records, got {made!r:.50}")
         counts["dropped by main(make_records=...)"] += not made
     for i, record in enumerate(made, 1):
         place = where if i == 1 else f"{where}:{i}"
@@ -263,35 +257,6 @@ def our_records(
         if is_place(source):
             place = f"{place} (from {source})"
         yield place, record
-
-
-def convert_command(file: str, kind: Kind) -> list[str]:
-    """A line with the command that converts a file of which no record is one of ours, if a form of convert/ fits it;
-    else none. Another process finds it, since a run does not know convert/."""
-    path = find_path(file)
-    source = str(path.absolute()) if path.exists() else file
-    wanted = "rated" if kind == "prompts" else kind
-    command = [sys.executable, "-m", "convert", source, "--kind", wanted]
-    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    with subprocess.Popen(command, **options) as process:
-        match = re.match(r"--form (\w+) fits", process.stdout.readline())
-        process.kill()
-    if not match:
-        return []
-    words = f"{file} --form {match[1]} --kind {wanted} --out {wanted}.jsonl"
-    return [f"{file}: these are not records of ours; convert them first: python -m convert {words}"]
-
-
-def render_record(
-    record: Record, tokenizer: Tokenizer, by_template: bool, counts: Counter
-) -> tuple[str, list[str]]:
-    """The texts of a record's prompt and completions. Raises LeftOut, BadInput."""
-    prompt, completions = tokenizer.render(record, by_template, counts)
-    refuse_half_characters("prompt", prompt)
-    names = ("chosen", "rejected") if len(completions) == 2 else ("completion",)
-    for name, text in zip(names, completions):
-        refuse_half_characters(name, text)
-    return prompt, completions
 
 
 def cut_example(example: Example, n_first: int, data: Data, counts: Counter) -> Example:
@@ -325,42 +290,9 @@ def two_ratings(pair: Example) -> list[Example]:
             completions=pair.completions[i : i + 1],
             label=label,
             rewards=(pair.rewards[i], None),
-            wording=pair.wording._replace(answers=pair.wording.answers[i : i + 1]),
         )
         ratings.append(rating)
     return ratings
-
-
-def encode_texts(
-    texts: dict[str, tuple[str, list[str]]], tokenizer: Tokenizer, by_template: bool
-) -> Iterator[tuple[list, list]]:
-    """(ids of the prompt, ids of each completion) of each record. `texts`: file:line -> its texts.
-    Raises BadInput with a line for each record that the tokenizer refuses."""
-    try:
-        yield from tokenizer.encode_all(list(texts.values()), by_template)
-    except Exception:  # of any kind; it was raised for thousands of texts together
-        faults = []
-        for where, texts_of_record in texts.items():
-            with collect(faults, where), user_error("tokenizer"):
-                list(tokenizer.encode_all([texts_of_record], by_template))
-        if not faults:
-            raise
-        raise BadInput("\n".join(faults[:20])) from None
-
-
-def seeded_share(
-    file: str, records: dict[str, Record], share: int | float | None
-) -> dict[str, Record]:
-    """Some of the records, in the order of the file: the same ones in all runs, whatever their seed. share: as in
-    split_share. Raises BadInput."""
-    if share is None:
-        return records
-    n = share if isinstance(share, int) else round(share * len(records))
-    refuse_unless(
-        0 < n <= len(records), f"{file}: {len(records):,} records, but #{share} asks for {n:,}"
-    )
-    picked = set(np.random.default_rng(0).permutation(len(records))[:n].tolist())
-    return {where: record for i, (where, record) in enumerate(records.items()) if i in picked}
 
 
 # ---- what the table before training points at ----------------------------------------------------
@@ -380,9 +312,6 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
             answers.append(content_of(completion))
     if any(not (text or "").strip() for text in answers):
         yield "with an empty completion"
-    # of an answer that was cut: Qwen3's template writes an empty thinking before it, and what was thought as the answer
-    if any("<think>" in (text or "").rpartition("</think>")[2] for text in answers):
-        yield "with a thinking that does not end"
     prompt = record.prompt if isinstance(record.prompt, str) else ""
     if prompt.strip() and any((text or "").startswith(prompt) for text in answers):
         yield "with a completion that begins with its whole prompt"
@@ -391,11 +320,9 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     texts = answers + [turn["content"] for turn in as_turns(record.prompt)]
     if any("\r" in (text or "") for text in texts):
         yield "with a carriage return in a text, as line ends of Windows have it"
-    tokens: set[str] = set()
-    for text in texts:
-        tokens.update(tokenizer.special_tokens_in(text or ""))
-    for token in sorted(tokens):
-        yield f"with {token} in a text"
+    for token in tokenizer.special_tokens:
+        if any(token in (text or "") for text in texts):
+            yield f"with {token} in a text"
 
 
 # ---- the splits of the data ----------------------------------------------------------------------
@@ -443,8 +370,7 @@ def load_splits(
 
 
 def count_known(held_out: list[Example], train: list[Example], counts: Counter) -> None:
-    """Count the held-out examples that training sees, and those of which it sees the prompt, or the answer in
-    another prompt."""
+    """Count the held-out examples that training sees, and those of which it sees the prompt."""
     known = {hash(example.key) for example in train}
     known_prompts = {hash(example.prompt_key) for example in train}
     for example in held_out:
@@ -452,8 +378,6 @@ def count_known(held_out: list[Example], train: list[Example], counts: Counter) 
             counts["which are in data.train, too"] += 1
         elif hash(example.prompt_key) in known_prompts:
             counts["whose prompt is in data.train, with other answers"] += 1
-    n = standing_in([e.wording for e in train], [e.wording for e in held_out])
-    counts["whose answer stands in a prompt of data.train"] += n
 
 
 def numbered(examples: list[Example]) -> list[Example]:

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import date, time
 from typing import Literal, NamedTuple
 
 from infra.console import BadInput, user_error
@@ -40,9 +39,8 @@ PROMPTS = ("prompt", "instruction", "input")
 # Only values that can mean nothing else; as texts, since a csv file has no others.
 LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
-NUMBERS = ("weight", "chosen_reward", "rejected_reward")
 # What a record may say of an answer. A record that is read for its prompt alone loses these fields.
-OF_ANSWERS = ("messages", "completion", "chosen", "rejected", "label", *NUMBERS[1:])
+OF_ANSWERS = "messages completion chosen rejected label chosen_reward rejected_reward".split()
 # Who answered, and how; what the user wrote next: generate.py and `python -m convert` write these fields, and they are
 # no part of an example. Nor is the source, if it is a place in a file.
 ORIGIN = ("generator", "settings", "next")
@@ -95,12 +93,16 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     """
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
+    for name, value in record.items():
+        refuse_half_characters("record", name)
+        refuse_half_characters(name, json.dumps(value, ensure_ascii=False, default=str))
     try:
         return _understand_fields(record, kind, extra)
     except Missing as e:
         # the fields that are there by the record's own names, of which ours are made
         names = [name for name, value in record.items() if value is not None]
-        raise BadInput(f"{e}: missing; there is {', '.join(names)}") from None
+        advice = "python -m convert reads other forms"
+        raise BadInput(f"{e}: missing; there is {', '.join(names)}; {advice}") from None
 
 
 def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record:
@@ -110,12 +112,10 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     fields = unique_keys(
         [(ALIASES.get(name, name), x) for name, x in record.items() if x is not None]
     )
-    for name in NUMBERS:
-        if fields.get(name) == "":  # an empty cell of a csv file
-            del fields[name]
-    extras = _extra_fields({**record, **fields}, extra)  # by the record's own name or by ours
+    # by the record's own name or by ours
+    extras = {name: _extra_field({**record, **fields}, name) for name in extra}
     for name in MEDIA:
-        if _opened_list(fields.get(name)):
+        if fields.get(name) not in (None, [], "", "[]"):
             raise BadInput(
                 f"{name}: its answer is to more than the text; python -m convert --where {name}=null leaves such "
                 "records out"
@@ -125,7 +125,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     system = fields.pop("system", None)
     conversation_id = fields.pop("conversation_id", None)
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
-    weight = _number(fields.pop("weight"), "weight", lowest=0) if "weight" in fields else 1.0
+    weight = _optional_number(fields, "weight", lowest=0)
     cut = as_text(fields.pop("cut", "")).lower()
     if cut not in ("true", "false", ""):
         raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
@@ -136,7 +136,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         raise BadInput("cut: this is a pair, and cut does not say which answer was cut")
     return understood._replace(
         prompt=_whole_prompt(understood.prompt, history, system),
-        weight=weight,
+        weight=1.0 if weight is None else weight,
         tools=tools,
         template_kwargs=template_kwargs,
         date=str(fields["date"]) if fields.get("date") else None,
@@ -153,14 +153,16 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     )
 
 
-def _extra_fields(fields: dict, extra: Iterable[str]) -> dict:
-    """The fields that data.extra names. Raises Missing."""
-    extras = {}
-    for name in extra:
-        value = _take(fields, name)
-        # a table has days and times
-        extras[name] = value.isoformat() if isinstance(value, date | time) else value
-    return extras
+def _extra_field(fields: dict, name: str) -> object:
+    """A field that data.extra names: a text or a number. A whole number stays one. Raises BadInput, Missing."""
+    value = _take(fields, name)
+    if isinstance(value, list | dict):
+        raise BadInput(
+            f"{name}: data.extra: expected a text or a number, got {value!r:.50}; as json.dumps(...) it is a text"
+        )
+    if not isinstance(value, str | bool):
+        _number(value, name)
+    return value
 
 
 def _whole_prompt(prompt: Turns, history: list[dict], system: object) -> Turns:
@@ -203,7 +205,10 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
         raise BadInput("chosen: missing: this is one rated answer, which kto.py learns from")
     if kind == "paired" or (is_pair and kind == "rated"):
         names = ("chosen", "rejected")
-        rewards = (_reward(fields, "chosen_reward"), _reward(fields, "rejected_reward"))
+        rewards = (
+            _optional_number(fields, "chosen_reward"),
+            _optional_number(fields, "rejected_reward"),
+        )
     else:
         is_dialogue = "messages" in fields and "completion" not in fields
         names = ("messages" if is_dialogue else "completion",)
@@ -282,18 +287,6 @@ def is_place(source: object) -> bool:
     return isinstance(source, str) and bool(re.search(r":\d+$", source))
 
 
-def check_extra(name: str, value: object) -> None:
-    """Refuse a field of data.extra that is neither a text nor a number. A whole number stays one. Raises BadInput."""
-    if isinstance(value, list | dict):
-        raise BadInput(
-            f"{name}: data.extra: expected a text or a number, got {value!r:.50}; as json.dumps(...) it is a text"
-        )
-    if isinstance(value, str):
-        refuse_half_characters(name, value)
-    elif not isinstance(value, bool):
-        _number(value, name)
-
-
 def refuse_half_characters(name: str, text: str) -> None:
     """Raise BadInput where a text has half of a surrogate pair. JSON can hold it, and tools that count
     in UTF-16 write it where they cut a text in the middle of an emoji."""
@@ -322,28 +315,14 @@ def _prompt(fields: dict) -> Turns:
 
 def _earlier_turns(fields: dict) -> list[dict]:
     """The turns of `history`, as LLaMA-Factory and ms-swift have it: pairs of a question and an answer."""
-    pairs = _opened_list(fields.get("history"))
-    if not isinstance(pairs, list):
-        return []
     turns = []
-    for pair in pairs:
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
-        if not is_pair:  # something else has this name
-            return []
+    for pair in _parsed(fields, "history") or []:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise BadInput(f"history: expected pairs of a question and an answer, got {pair!r:.50}")
         question, answer = pair
         turns.append(_message({"role": "user", "content": question}, "history"))
         turns.append(_message({"role": "assistant", "content": answer}, "history"))
-    if turns:
-        del fields["history"]
     return turns
-
-
-def _opened_list(value: object) -> object:
-    """A list that a table has as a text of JSON; anything else as it is."""
-    if isinstance(value, str) and value.startswith("["):
-        with suppress(ValueError):
-            return json.loads(value)
-    return value
 
 
 def as_turns(prompt: Turns) -> list[dict]:
@@ -371,9 +350,6 @@ def _text_or_messages(fields: dict, name: str) -> Turns:
         value = messages if all(map(is_message, messages)) else value
     if isinstance(value, str):
         return value
-    if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
-        # older releases of datasets write a list of objects as an object of lists
-        value = [dict(zip(value, row)) for row in zip(*value.values())]
     messages = value if isinstance(value, list) else [value]
     return [_message(message, name) for message in messages]
 
@@ -448,9 +424,10 @@ def _label(fields: dict) -> bool:
     raise BadInput(f"label: expected {expected}; got {value!r:.50}")
 
 
-def _reward(fields: dict, name: str) -> float | None:
-    """The grade of a pair's completion; None where it has none."""
-    return _number(fields.pop(name), name) if name in fields else None
+def _optional_number(fields: dict, name: str, lowest: float = -1e30) -> float | None:
+    """The number of a field; None if it is not there. An empty cell of a csv file is a field that is not there."""
+    value = fields.pop(name, "")
+    return None if value == "" else _number(value, name, lowest)
 
 
 def _number(value: object, name: str, lowest: float = -1e30) -> float:

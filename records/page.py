@@ -13,7 +13,7 @@ from models.hub import context_of, find_model, read_config
 from records.examples import load_splits, with_limits
 from records.forms import Kind, understand_record
 from records.show import show_record
-from records.sources import decoded_records, files_of, split_share, split_sources
+from records.sources import decoded_records, files_of, split_sources
 from records.tokenizer import Tokenizer
 
 UNLIMITED = 10**9  # tokens
@@ -69,8 +69,7 @@ def parse_page(words: list[str]) -> PageSettings:
 def show_first_of_each_kind(data: Data, kind: Kind) -> None:
     """Print the first record of each kind (up, down, a pair, ...) as turns."""
     titles = set()
-    name, _ = split_share(split_sources(data.train)[0])
-    for file in files_of(name):
+    for file in files_of(split_sources(data.train)[0]):
         for where, raw in islice(decoded_records(file, []), 10_000):
             record = understand_record(raw, kind, split_commas(data.extra))
             if record.label not in titles:

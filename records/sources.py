@@ -1,6 +1,6 @@
 """Where records are read: files, folders and data sets of the Hub, and the settings that name them.
 
-Reading order: split_sources, split_share and files_of (what `a.jsonl,more/*.csv#0.5` names); decoded_records and
+Reading order: split_sources and files_of (what `a.jsonl,more/*.csv` names); decoded_records and
 read_records (a file); read_table (tables, which are more than their rows).
 """
 
@@ -10,7 +10,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
 
@@ -22,25 +23,11 @@ from records.forms import unique_keys
 
 
 def split_sources(sources: str | None) -> list[str]:
-    """The parts of a setting that names several files, `a.jsonl,more/*.csv#0.5`. A name that is there as it
+    """The parts of a setting that names several files, `a.jsonl,more/*.csv`. A name that is there as it
     stands is taken as it stands: it may have a comma, as those of sweep.py do."""
     if sources and find_path(sources).exists():
         return [sources]
     return split_commas(sources)
-
-
-def split_share(source: str) -> tuple[str, int | float | None]:
-    """(source, share) of `a.jsonl#2000` (a number of records) or `a.jsonl#0.3` (a part of them); None: all.
-    Raises BadInput."""
-    name, has_share, text = source.rpartition("#")
-    if not has_share or find_path(source).exists():
-        return source, None
-    with user_error(None, f"{source}: expected a number of records after #, or a part such as 0.3"):
-        share = int(text) if text.isdecimal() else float(text)
-        is_part = isinstance(share, float)
-        if not 0 < share or (is_part and share >= 1):  # nan, too
-            raise ValueError
-    return name, share
 
 
 def files_of(name: str) -> list[str]:
@@ -58,10 +45,7 @@ def absolute_sources(sources: str | None) -> str | None:
         return None
     absolute = []
     for part in split_sources(sources):
-        name, _ = split_share(part)
-        if not find_path(name).exists():
-            name = name.partition(":")[0]
-        path = find_path(name)
+        path = find_path(split_name(part)[0])
         is_here = path.exists() or glob.glob(str(path))
         absolute.append(os.path.abspath(find_path(part)) if is_here else part)
     return ",".join(absolute)
@@ -96,8 +80,8 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
     """(place, raw record) for each record of a file, a folder of save_to_disk or a Hub data set.
 
     The place is a line (in a csv file that on which the row ends), or the record's number in a JSON
-    array or a table. In a folder the name of the file stands before it. The raw record is a line of JSON as bytes,
-    or what it holds. What a table is read otherwise than it stands goes into the counts. Raises BadInput.
+    array or a table. The raw record is a line of JSON as bytes,
+    or what it holds. Raises BadInput.
     """
     path = find_path(source)
     suffix = path.suffix.lower()
@@ -115,13 +99,8 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
             yield from enumerate(records, 1)
         elif suffix in (".csv", ".tsv"):
             yield from read_csv(source, path, counts)
-        elif files := files_of_folder(source):
-            for file in files:
-                name = os.path.relpath(file, find_path(split_name(source)[0]))
-                for place, raw in read_records(file, counts):
-                    yield f"{name}:{place}", raw
         else:
-            yield from read_table(source, counts)
+            yield from read_table(source)
 
 
 def read_csv(source: str, path: Path, counts: Counter) -> Iterator[tuple[int, dict]]:
@@ -129,8 +108,7 @@ def read_csv(source: str, path: Path, counts: Counter) -> Iterator[tuple[int, di
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         # spreadsheets of some countries write semicolons
-        is_tsv = path.suffix.lower() == ".tsv"
-        delimiter = "\t" if is_tsv else max(",;\t", key=file.readline().count)
+        delimiter = max(",;\t", key=file.readline().count)
         file.seek(0)
         rows = csv.reader(file, strict=True, delimiter=delimiter)
         try:
@@ -157,88 +135,48 @@ NOTHING = (
 
 
 def has_lines(path: Path) -> bool:
-    """Whether a .json file has several lines, each of which is an object: so Dataset.to_json writes."""
-    with open(path, "rb") as file:
-        first = file.readline()
-        second = file.readline()
-    if not second.strip():
-        return False
-    try:
-        return all(isinstance(json.loads(line), dict) for line in (first, second))
-    except ValueError:
-        return False
-
-
-# Options of the datasets package that change nothing for our own readers.
-KNOWN_OPTIONS = "name version data_dir data_files description features sep delimiter".split()
+    """Whether the first line of a .json file is an object: Dataset.to_json writes one a line."""
+    with open(path, "rb") as file, suppress(ValueError):
+        return isinstance(json.loads(file.readline()), dict)
+    return False
 
 
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def read_table(source: str, counts: Counter) -> Iterator[tuple[int, dict]]:
+def read_table(source: str) -> Iterator[tuple[int, dict]]:
     """(number, record) for each row of a table. The record is what a line of JSON would hold, as far
-    as the table knows it. Nulls that are taken for gaps are counted. Raises BadInput."""
+    as the table knows it. Raises BadInput."""
     features, rows = open_table(source)
     number = 0
     try:
         for row in rows:
             number += 1
-            record = {}
-            for column, value in row.items():
-                gaps: list[str] = []
-                record[column] = as_in_json(value, features[column], gaps)
-                if gaps:
-                    counts[f"with null in {column}, read as a key that is not there"] += 1
-            yield number, record
+            yield number, {column: as_in_json(x, features[column]) for column, x in row.items()}
     except UnicodeDecodeError as e:
         raise BadInput(f"{source}:{number + 1}: {e}") from None
 
 
-def as_in_json(value: object, feature: object, gaps: list[str]) -> object:
+def as_in_json(value: object, feature: object) -> object:
     """A value of a table, as a line of JSON would hold it. `feature`: what the datasets package knows
     about its column.
 
-    A class is its name, not the number of its name. A decimal is a number. A struct has the keys of
-    all rows, and null where a row has not this key: the key goes, and is added to `gaps`.
+    A class is its name, not the number of its name. A decimal is a number, and a day or a time is a text. A struct
+    has the keys of all rows, and null where a row has not this key: the key goes.
     """
     names = getattr(feature, "names", None)
     if names and value is not None:  # ClassLabel
         return names[value] if value >= 0 else None  # -1: no class
     if isinstance(value, Decimal):
         return json.loads(str(value))
+    if isinstance(value, date | time):
+        return value.isoformat()
     if isinstance(value, dict) and isinstance(feature, dict):
-        gaps += [key for key, x in value.items() if x is None]
-        return {key: as_in_json(x, feature[key], gaps) for key, x in value.items() if x is not None}
+        return {key: as_in_json(x, feature[key]) for key, x in value.items() if x is not None}
     if isinstance(value, list):
-        # older releases of datasets write the feature of a list as a list
-        item = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-        return [as_in_json(x, item, gaps) for x in value]
+        item = getattr(feature, "feature", None)
+        return [as_in_json(x, item) for x in value]
     return value
-
-
-def files_of_folder(source: str) -> list[str]:
-    """The files of a folder with a copy of a data set of the Hub (`folder`, `folder:split` or `folder:config:split`).
-    No file if only the datasets package can read them, because of their format or of what the README says of them.
-
-    The package finds the files but does not read them, because it guesses types: the texts NA and null of a csv file
-    would be missing, 007 a number, and some texts of JSON a time.
-    """
-    name, config, split = split_name(source)
-    path = find_path(name)
-    if not path.is_dir() or is_saved_to_disk(path):
-        return []
-    import datasets  # slow to import
-
-    with user_error(f"{source}: {NOTHING}", name):
-        builder = datasets.load_dataset_builder(str(path), *config)
-    settings = builder.config
-    options = vars(settings)
-    default = type(settings)(**{x: options[x] for x in KNOWN_OPTIONS if x in options})
-    has_classes = "ClassLabel" in str(builder.info.features)
-    files = list((settings.data_files or {}).get(split, []))
-    is_known = all(file.lower().endswith(ENDINGS) for file in files)
-    return files if is_known and settings == default and not has_classes else []
 
 
 def split_name(source: str) -> tuple[str, list[str], str]:
@@ -254,8 +192,11 @@ def is_saved_to_disk(path: Path) -> bool:
 
 def open_table(source: str) -> tuple[dict, Iterable[dict]]:
     """What the datasets package knows about the columns, and the rows, of a parquet file, of a folder of save_to_disk
-    (`folder` or `folder:split`), or of a Hub data set or a copy of its files (`id`, `id:split` or
-    `id:config:split`)."""
+    (`folder` or `folder:split`), or of a Hub data set or a copy of its parquet files (`id`, `id:split` or
+    `id:config:split`).
+
+    The package guesses the types of csv and JSON files: the texts NA and null would be missing, 007 a number. So a
+    folder of them is refused."""
     import datasets  # slow to import
 
     name, config, split = split_name(source)
@@ -264,6 +205,11 @@ def open_table(source: str) -> tuple[dict, Iterable[dict]]:
         return open_parquet(path)
     if path.is_file():
         raise BadInput(f"{source}: expected a file that ends in {', '.join(ENDINGS)}")
+    if path.is_dir() and not is_saved_to_disk(path) and not any(path.glob("**/*.parquet")):
+        raise BadInput(
+            f"{source}: expected a folder of save_to_disk or of parquet files; of others name the files, such as "
+            f"{source}/*.csv, because the datasets package would guess the types of their texts"
+        )
     with user_error(f"{source}: {NOTHING}", name):
         if is_saved_to_disk(path):
             rows = datasets.load_from_disk(path)

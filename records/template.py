@@ -86,7 +86,7 @@ class ChatTemplate:
         record = self.asked(record)
         with user_error("date", record.date):
             macro = define_date(record.date)
-        template = macro + self.hf.get_chat_template(tools=record.tools)
+        template = macro + template_of(self.hf, record.tools)
         return partial(
             self.hf.apply_chat_template,
             tools=record.tools,
@@ -221,6 +221,11 @@ class ChatTemplate:
             except Exception:  # the template looks into a text, as for a number: no tags there
                 self.faults_of_kind[key] = []
         return self.faults_of_kind[key]
+
+
+def template_of(hf, tools: list[dict] | None = None) -> str:
+    """The chat template for dialogues with these tools, without the byte order mark that some editors write."""
+    return hf.get_chat_template(tools=tools).removeprefix("\ufeff")
 
 
 def define_date(date: str | None) -> str:

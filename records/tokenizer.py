@@ -18,11 +18,7 @@ from infra.console import BadInput, say, user_error
 from infra.settings import IdleRule, find_path, read_text, refuse_unless, split_commas
 from models.hub import Source, read_json
 from records.forms import Record
-from records.template import MARK, ChatTemplate
-
-# What looks like a mark in a template's text: <|im_start|>, [INST], </s>
-MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-BATCH = 1_000_000  # letters that are encoded at once, or a few more: an encoding holds some 100 bytes a token
+from records.template import MARK, ChatTemplate, template_of
 
 
 class Tokenizer:
@@ -36,6 +32,7 @@ class Tokenizer:
                end_as_the_template_does the one in which the template's answers end
     template   the text of the chat template, or None
     unknown    id of letters that it does not know, or None
+    special_tokens  the texts of all special tokens
     root       the folder that holds the model's config.json
     adds_space the tokenizer puts a space before a text, as SentencePiece does
     """
@@ -52,14 +49,12 @@ class Tokenizer:
         self.root = source.root
         with user_error("tokenizer", folder):
             self.hf = load_tokenizer(folder)
-            probe = known_text(self.hf)
-            self.adds_space = self.hf.tokenize(probe)[0][0] in "▁Ġ"
+            self.adds_space = puts_a_space_before(self.hf)
         with user_error("data.chat_template"):
             if file := find_path(chat_template) if chat_template else source.chat_template:
                 self.hf.chat_template = read_text(file)
-            self.hf.chat_template = without_mark(self.hf.chat_template)
             # a model may have several, by name: the one that is for dialogues without tools
-            self.template = self.hf.chat_template and self.hf.get_chat_template()
+            self.template = self.hf.chat_template and template_of(self.hf)
         with user_error("data.date", date):
             self.chat = ChatTemplate(self.hf, date, template_kwargs(chat_template_kwargs))
         stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]
@@ -73,20 +68,12 @@ class Tokenizer:
         # GPT-2 calls its EOS the unknown token, too, and needs none
         unknown = self.hf.unk_token_id
         self.unknown = None if unknown in (self.eos, self.bos) else unknown
-        # what stands before a text that is encoded with all that the tokenizer adds
-        ids = self.hf(probe).input_ids
-        (plain,) = self.encode([probe])
-        starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
-        self.prefix = ids[: starts[0]] if starts else []
-        # without an unknown token some tokenizers leave out what they do not know
-        self.leaves_out = try_encode(self.hf, probe + MARK) == plain
-        self.probe = probe
-        self.letters: dict[str, bool] = {}  # whether a letter is left out
+        # what the tokenizer adds before a text; EOS is a text that every vocabulary has
+        text = self.hf.convert_ids_to_tokens(self.eos)
+        encoded = self.hf(text, return_special_tokens_mask=True)
+        self.prefix = encoded.input_ids[: encoded.special_tokens_mask.index(0)]
         added = self.hf.added_tokens_decoder.values()
-        special = [str(token) for token in added if token.special]
-        # the longest first: one may begin as another one does
-        special = sorted(map(re.escape, special), key=len, reverse=True)
-        self.specials = re.compile("|".join(special) or r"(?!)")
+        self.special_tokens = sorted(str(token) for token in added if token.special)
 
     # ---- a record's way: render, encode ----------------------------------------------------------
 
@@ -128,7 +115,7 @@ class Tokenizer:
 
     def end_as_the_template_does(self) -> None:
         """Compare the token in which the chat template ends an answer with `stops`, add it if it is not
-        there, and say so; and say which of the template's marks are no tokens of this tokenizer.
+        there, and say so.
 
         A base model's EOS is often another token than that of the template which it is tuned with.
         """
@@ -136,14 +123,6 @@ class Tokenizer:
         if exchange is None:
             return
         end = exchange.end
-        vocab = self.hf.get_vocab()
-        marks = dict.fromkeys(MARKS.findall(exchange.before + end))
-        missing = [mark for mark in marks if mark not in vocab]
-        if missing:
-            say(
-                f"the chat template's {', '.join(missing)}: no single token of this tokenizer, but "
-                f"{', '.join(str(len(ids)) for ids in self.encode(missing))} tokens of letters"
-            )
         if not end:
             say(
                 "the chat template writes nothing that ends an answer: no record teaches where to end; "
@@ -202,28 +181,27 @@ class Tokenizer:
         chat template nothing is added. If the tokenizer puts a space before every text, prompt +
         completion is encoded as one text, and the completion's ids are those after the prompt's.
         """
-        for batch in batches_of(texts):
-            pieces = []
-            for prompt, completions in batch:
-                prefix = prompt if self.adds_space else ""
-                pieces += [prompt, *(prefix + completion for completion in completions)]
-            encoded = iter(self.encode(pieces))
-            for _, completions in batch:
-                prompt = next(encoded)
-                answers = []
-                # in this order zip takes no text too many
-                for completion, ids in zip(completions, encoded):
-                    before = prompt if self.adds_space else []
-                    if ids[: len(before)] != before:
-                        # One token has characters of both: the prompt keeps its own ids, and the
-                        # completion is encoded behind a mark, so that it gets no space.
-                        before, ids = self.encode([MARK, MARK + completion])
-                    answers.append(ids[len(before) :])
-                if not by_template:  # what stands in the text already is not doubled
-                    if prompt[: len(self.prefix)] != self.prefix:
-                        prompt = [*self.prefix, *prompt]
-                    answers = [x + [self.eos] * (x[-1:] != [self.eos]) for x in answers]
-                yield prompt, answers
+        pieces = []
+        for prompt, completions in texts:
+            prefix = prompt if self.adds_space else ""
+            pieces += [prompt, *(prefix + completion for completion in completions)]
+        encoded = iter(self.encode(pieces))
+        for _, completions in texts:
+            prompt = next(encoded)
+            answers = []
+            # in this order zip takes no text too many
+            for completion, ids in zip(completions, encoded):
+                before = prompt if self.adds_space else []
+                if ids[: len(before)] != before:
+                    # One token has characters of both: the prompt keeps its own ids, and the
+                    # completion is encoded behind a mark, so that it gets no space.
+                    before, ids = self.encode([MARK, MARK + completion])
+                answers.append(ids[len(before) :])
+            if not by_template:  # what stands in the text already is not doubled
+                if prompt[: len(self.prefix)] != self.prefix:
+                    prompt = [*self.prefix, *prompt]
+                answers = [x + [self.eos] * (x[-1:] != [self.eos]) for x in answers]
+            yield prompt, answers
 
     def first_tokens(self, prompt: list[int]) -> int:
         """How many tokens of a prompt's ids are its beginning, which a cut leaves there: the prefix, or BOS."""
@@ -231,21 +209,10 @@ class Tokenizer:
             return len(self.prefix)
         return int(prompt[0] == self.bos)
 
-    def special_tokens_in(self, text: str) -> list[str]:
-        """The special tokens whose letters stand in a text: it is encoded as if a template had written them."""
-        return self.specials.findall(text)
-
-    def leaves_out_letters(self, text: str) -> bool:
-        """Whether the ids of a text lack some of its letters."""
-        if not self.leaves_out:
-            return False
-        for letter in set(text) - self.letters.keys():
-            ids = try_encode(self.hf, self.probe + letter)
-            self.letters[letter] = ids == try_encode(self.hf, self.probe) and letter != " "
-        return any(self.letters[letter] for letter in set(text))
-
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, with nothing added."""
+        if not texts:  # transformers' tokenizers take no empty list
+            return []
         return self.hf(texts, add_special_tokens=False, return_attention_mask=False).input_ids
 
     def decode(
@@ -262,26 +229,15 @@ class Tokenizer:
         return self.hf.decode(ids, **options)
 
 
-def batches_of(texts: list[tuple[str, list[str]]]) -> Iterator[list[tuple[str, list[str]]]]:
-    """The texts of the records, in their order, in lists of about BATCH letters."""
-    batch = []
-    letters = 0
-    for prompt, completions in texts:
-        batch.append((prompt, completions))
-        letters += len(prompt) + sum(map(len, completions))
-        if letters >= BATCH:
-            yield batch
-            batch = []
-            letters = 0
-    if batch:
-        yield batch
-
-
-def without_mark(template: str | dict | None) -> str | dict | None:
-    """A chat template, or several by name, without the byte order mark that transformers reads as a letter."""
-    if isinstance(template, dict):
-        return {name: without_mark(text) for name, text in template.items()}
-    return template and template.removeprefix("\ufeff")
+def puts_a_space_before(hf: PreTrainedTokenizerFast) -> bool:
+    """Whether the tokenizer puts a space before a text, as SentencePiece does. Its vocabulary is not asked: some have
+    no letter `a`, such as that of a model of proteins."""
+    text = "a"
+    if hf.is_fast and hf.backend_tokenizer.normalizer:
+        text = hf.backend_tokenizer.normalizer.normalize_str(text)
+    if hf.is_fast and hf.backend_tokenizer.pre_tokenizer:
+        text, _ = hf.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)[0]
+    return text[0] in "▁Ġ"
 
 
 def template_kwargs(text: str | None) -> dict:
@@ -328,32 +284,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         if of_class.eos_token in vocab:
             hf.eos_token = of_class.eos_token
     return hf
-
-
-def try_encode(hf: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The ids of a text; none if the tokenizer raises an exception, as some do for what they do not know."""
-    try:
-        return hf(text, add_special_tokens=False).input_ids
-    except Exception:
-        return []
-
-
-def known_text(hf: PreTrainedTokenizerFast) -> str:
-    """A short text that the tokenizer knows. Some vocabularies have no letter `a`, such as that of a model of proteins.
-    Raises BadInput."""
-
-    def is_known(text: str) -> bool:
-        ids = try_encode(hf, text)
-        return bool(ids) and hf.unk_token_id not in ids
-
-    if is_known("a"):
-        return "a"
-    words = {x for x in hf.get_vocab() if x[:1].isalnum()} - set(hf.all_special_tokens)
-    for word in sorted(words, key=lambda x: (len(x), x)):
-        if is_known(word):
-            return word
-    refuse_unless(try_encode(hf, "a"), "no text has a token in its vocabulary")
-    return "a"
 
 
 def model_stops(folder: Path) -> list[int | None]:

@@ -291,13 +291,13 @@ SHAPES = {  # records, settings, what is learned from, what is dropped
         ["Q || A +", "Q || B -"],
         {},
     ),
-    "earlier turns in history, also as a text of JSON in a table, or as words": (
+    "earlier turns in history, also as a text of JSON in a table": (
         [
             {"instruction": "Q", "output": "A", "label": True, "history": history}
-            for history in (EARLIER, json.dumps(EARLIER), [], "[]", "it rained")
+            for history in (EARLIER, json.dumps(EARLIER), [], "[]")
         ],
         {},
-        ["U: P | A: O | U: Q || A +"] * 2 + ["U: Q || A +"] * 3,
+        ["U: P | A: O | U: Q || A +"] * 2 + ["U: Q || A +"] * 2,
         {},
     ),
     "earlier turns beside a rating that lies deeper": (
@@ -851,7 +851,7 @@ def test_a_file_is_whole_or_not_there_and_the_first_twenty_faults_are_said(tmp_p
     assert sorted(tmp_path.iterdir()) == [tmp_path / "d.jsonl", out], "and nothing beside"
     half = write(tmp_path / "half.jsonl", rated("p", "\ud83d"))
     (line,) = refusal(half, where="label=true")
-    assert line.startswith(f"{half}:1: record: ") and "half of a character" in line
+    assert line.startswith(f"{half}:1: completion: ") and "half of a character" in line
     (line,) = refusal(write(tmp_path / "e.jsonl", rated(kind="x")), where="kind=y|null")
     assert line.endswith("e.jsonl: no records; 1 dropped by --where")
     for name in ("ratings.csv", "d.jsonl"):
@@ -880,7 +880,7 @@ def test_where_no_form_fits_the_paths_of_the_first_record_are_shown(tmp_path):
     with pytest.raises(BadInput) as e:
         main([write(tmp_path / "d.jsonl", record)])
     lines = str(e.value).splitlines()
-    assert lines[0].endswith("d.jsonl:1: label: missing; there is in, reply, stars")
+    assert "d.jsonl:1: label: missing; there is in, reply, stars; " in lines[0]
     assert lines[-4:] == [
         "  in = \"{'question': 'Why?'}\"",
         "  in.question = 'Why?'",
@@ -920,18 +920,12 @@ def test_a_record_is_counted_where_it_has_no_field_that_may_be_missing(tmp_path,
 def test_a_run_says_how_to_convert_a_foreign_file(tmp_path):
     file, records, *_ = PRESETS["openwebui"]
     source = saved(tmp_path, file, records)
-    first, line = refused_by_a_run(source)
-    assert first.endswith("feedback.json:1: label: missing; there is type, data, meta, snapshot")
-    command = f"python -m convert {source} --form openwebui --kind rated --out rated.jsonl"
-    assert line.endswith(command)
-    other = write(tmp_path / "d.jsonl", {"ask": "Q"})
-    assert len(refused_by_a_run(other)) == 1, "no form fits"
-
-
-def refused_by_a_run(source) -> list[str]:
     with pytest.raises(BadInput) as e:
         load(source, chat(), **ROOM)
-    return str(e.value).splitlines()
+    expected = (
+        "feedback.json:1: label: missing; there is type, data, meta, snapshot; python -m conv"
+    )
+    assert expected in str(e.value).splitlines()[0]
 
 
 def test_a_conversion_knows_no_torch_and_reads_records_fast(tmp_path):

@@ -146,8 +146,8 @@ CUT = {  # a record with it, the field that is named
     "a prompt": (rated(HALF), "prompt"),
     "a completion": (rated("p", HALF), "completion"),
     "a dialogue": (rated([user("p")], [bot(HALF)]), "completion"),
-    "a system text": (rated(system=HALF), "prompt"),
-    "a tool": (rated(tools=[{"name": "f", "description": HALF}]), "prompt"),
+    "a system text": (rated(system=HALF), "system"),
+    "a tool": (rated(tools=[{"name": "f", "description": HALF}]), "tools"),
     "a pair": ({"prompt": "p", "chosen": "c", "rejected": HALF}, "rejected"),
     "a field of one's own": (rated(note=HALF), "note"),
     "the name of a field": (rated(note="n", **{HALF: 1}), "record"),
@@ -355,26 +355,22 @@ def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypa
         assert found == right, name
 
 
-def test_messages_are_the_same_ids_however_a_table_holds_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_messages_are_the_same_ids_however_a_file_holds_them(tmp_path):
     tokenizer = chat()
     records = [rated([user(f"p{i}")], [bot(f"c{i}")], i == 0) for i in range(2)]
     right, _ = load(write(tmp_path / "a.jsonl", *records), tokenizer)
-    by_key, parts, texts = (
+    parts, texts = (
         [record | {x: form(record[x]) for x in ("prompt", "completion")} for record in records]
         for form in (
-            lambda turns: {key: [turn[key] for turn in turns] for key in ("role", "content")},
             lambda turns: [
                 x | {"content": [{"type": "text", "text": x["content"]}]} for x in turns
             ],
             json.dumps,
         )
     )
-    datasets.Dataset.from_list(by_key).to_parquet(tmp_path / "by_key.parquet")
     texts_of_json = write(tmp_path / "texts.jsonl", *texts)
-    sources = ["by_key.parquet", write(tmp_path / "parts.jsonl", *parts), texts_of_json]
-    for source in sources:
-        found = read(tmp_path / source, tokenizer)
+    for source in (write(tmp_path / "parts.jsonl", *parts), texts_of_json):
+        found = read(source, tokenizer)
         assert list(map(ids, found)) == list(map(ids, right)), source
     # an image is more than its text; a text of another JSON is a text
     image = [user([{"type": "image_url", "image_url": "x"}])]
@@ -402,18 +398,14 @@ def test_held_out_ratings_that_are_trained_on_are_counted(tmp_path, capsys):
 def test_a_null_of_the_record_itself_is_known_to_lines_and_to_texts_of_json_only(tmp_path):
     tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=ALL)))
     records = [rated(tools=[{"name": "f", "x": x}]) for x in (None, "1")]
-    right, counts = load(write(tmp_path / "a.jsonl", *records), tokenizer)
+    right = read(write(tmp_path / "a.jsonl", *records), tokenizer)
     assert '"x": null' in tokenizer.decode(right[0].prompt)
     as_text = [e | {"tools": json.dumps(e["tools"])} for e in records]
     tables = {"struct": records, "text": as_text}
     for name, table in tables.items():
         datasets.Dataset.from_list(table).save_to_disk(tmp_path / name)
-        found, more = load(tmp_path / name, tokenizer)
+        found = read(tmp_path / name, tokenizer)
         assert (list(map(ids, found)) == list(map(ids, right))) == (name == "text")
-        more = more - counts
-        assert dict(more) == (
-            {"with null in tools, read as a key that is not there": 1} if name == "struct" else {}
-        )
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -556,41 +548,6 @@ def test_a_file_that_is_there_is_read_whatever_its_name(tmp_path, monkeypatch, n
     assert absolute_sources(source.name) == str(source)
 
 
-def test_a_share_of_a_source_is_the_same_each_time_and_in_the_order_of_the_file(tmp_path):
-    def answers(source: str) -> list:
-        return [e.key for e in read(source, plain())]
-
-    source = write(tmp_path / "d.jsonl", *(rated(f"p{i}", f"c{i}") for i in range(100)))
-    every = answers(source)
-    first, again = answers(f"{source}#30"), answers(f"{source}#0.3")
-    assert first == again and len(first) == 30 and first != every[:30]
-    assert first == [x for x in every if x in set(first)]
-    assert answers(f"{source}#10,{source}#0.5")[:10] == answers(f"{source}#10")
-    pair = {"chosen": "a", "rejected": "b"}
-    pairs = write(tmp_path / "e.jsonl", *({"prompt": f"{i}", **pair} for i in range(9)))
-    assert len(answers(f"{pairs}#4")) == 8, "records, not ratings"
-    assert len(answers(write(tmp_path / "f#3.jsonl", rated()))) == 1
-    assert "1 records, but #2 asks for 2" in refusal(f"{tmp_path}/f#3.jsonl#2", plain())[0]
-    (line,) = refusal(f"{source}#x", plain())
-    assert "expected a number of records after #, or a part such as 0.3" in line
-
-
-def test_of_a_share_the_table_counts_only_what_is_taken(tmp_path):
-    odd = [rated("p", "", i, weight=2, note=1) for i in (0, 1)] * 10
-    source = write(tmp_path / "d.jsonl", *odd)
-    for taken in (20, 4):
-        _, counts = load(
-            f"{source}#{taken}",
-            plain(),
-        )
-        names = (
-            "with note, which nothing reads",
-            "with an empty completion",
-            "with a weight other than 1",
-        )
-        assert [counts[name] for name in names] == [taken] * 3
-
-
 def test_a_fork_makes_records_of_a_raw_one_and_a_resume_compares_them(tiny, tmp_path):
     texts = {f"{i}": f"answer {i}" for i in range(8)}
     source = write(tmp_path / "clicks.jsonl", *({"of": f"{i}", "up": i % 2} for i in range(9)))
@@ -635,8 +592,6 @@ def test_the_table_counts_what_may_be_a_mistake(tmp_path):
         "with an empty completion": 1,
         "with a weight other than 1": 1,
     }
-    thoughts = [rated("p", x) for x in ("<think>Hm", "<think>Hm</think>c", "Hm</think>c", "c")]
-    assert counted(plain(), *thoughts) == {"with a thinking that does not end": 1}
     windows = [rated("p\r\nq"), rated("p", "c\r\nd\r\n"), rated("p\nq", "c\nd")]
     assert counted(plain(), *windows) == {
         "with a carriage return in a text, as line ends of Windows have it": 2

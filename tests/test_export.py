@@ -613,11 +613,11 @@ def test_a_card_names_its_model_and_data_by_their_ids_and_no_folder_of_this_mach
     # of the data only what has an id on the Hub
     step = run / "checkpoints" / "step-00000001"
     settings = checkpoint.read_settings(step)
-    settings["data"]["train"] = f"org/liked:train#200,{ratings},org/liked:test,gsm"
+    settings["data"]["train"] = f"org/liked:train,{ratings},org/liked:test,gsm"
     (step / "settings.yaml").write_text(yaml.safe_dump(settings))
     card = huggingface_hub.ModelCard(make_card(find_model(str(step)), None))
     assert card.data.datasets == ["org/liked", "gsm"] and card.data.library_name is None
-    assert "train: org/liked:train#200,ratings.jsonl,org/liked:test,gsm\n" in card.text
+    assert "train: org/liked:train,ratings.jsonl,org/liked:test,gsm\n" in card.text
 
 
 def test_others_may_read_an_export(lora):

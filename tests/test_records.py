@@ -15,7 +15,7 @@ import pytest
 from tokens import bot, rated, user
 
 from infra.console import BadInput
-from records.forms import Record, check_extra, understand_record
+from records.forms import Record, understand_record
 from records.sources import read_records
 
 
@@ -182,6 +182,8 @@ REFUSED = [
     ("rated", rated(tools="{"), "tools", "Expecting"),
     ("rated", rated(system=["s"]), "system", "a text"),
     ("rated", rated([SYSTEM, P], system="t"), "system", "begins with a system message, too"),
+    ("rated", rated(history="it rained"), "history", "Expecting"),
+    ("rated", rated(history=[["q"]]), "history", "pairs of a question"),
     ("paired", rated(), "chosen", "missing"),
     ("paired", {"prompt": "p", "chosen": "c"}, "rejected", "missing"),
     ("paired", {"chosen": [P, C], "rejected": [user("q"), C]}, "rejected", "an assistant's"),
@@ -240,10 +242,10 @@ def test_fields_that_data_extra_names_are_kept_and_others_that_nothing_reads_are
     assert understand_record(pair(chosen_reward=1), "paired").beside == {}
     for value in INFINITE:
         with pytest.raises(BadInput, match="^source: expected a finite number"):
-            check_extra("source", value)
+            understand_record(rated(source=value), "rated", ("source",))
     for value in ([1], {"a": 1}):
         with pytest.raises(BadInput, match="^source: data.extra: expected a text or a number, got"):
-            check_extra("source", value)
+            understand_record(rated(source=value), "rated", ("source",))
     question = {"question": "q", "completion": "c", "label": 1}
     record = understand_record(question, "rated", ("question",))
     assert record.extra == {"question": "q"}, "by the record's own name, too"
@@ -342,72 +344,16 @@ def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
 
 # ---- through the datasets package ----------------------------------------------------------------
 
-TEXTS = ["None", "NA", "null", "nan", "007", "1e5", "True", "2026-01-31", "2026-01-31T10:00:00Z"]
-TYPES = "  - name: completion\n    dtype: string\n  - name: prompt\n    dtype: string\n"
-READMES = {  # of a folder with a copy of a data set -> the source that names its records
-    "": "folder",
-    "configs:\n- config_name: one\n  data_files: data/*\n": "folder:one:train",
-    f"dataset_info:\n  features:\n{TYPES}": "folder",
-}
 
-
-@pytest.mark.parametrize("readme", READMES, ids=["no README", "a config", "types"])
-@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "json"])
-def test_a_folder_of_files_has_the_texts_of_its_files(ending, readme, tmp_path, monkeypatch):
-    """The datasets package reads NA and null of a csv file as nothing, 007 as a number, a day in JSON as a time."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    expected = [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(TEXTS)]
-    folder = tmp_path / "folder"
-    (folder / "data").mkdir(parents=True)
-    if readme:
-        (folder / "README.md").write_text(f"---\n{readme}---\n")
-    # each text in a file of its own: a column of numbers alone is guessed to be numbers
-    for i, record in enumerate(expected):
-        line = json.dumps(record)
-        text = {"jsonl": line, "json": f"[{line}]"}.get(ending)
-        if text is None:
-            sign = "," if ending == "csv" else "\t"
-            text = sign.join(record) + "\n" + sign.join(record.values())
-        name = f"train-{i:05}-of-{len(expected):05}.{ending}"
-        (folder / "data" / name).write_text(f"{text}\n")
-    records = list(read_records(str(tmp_path / READMES[readme])))
-    found = [json.loads(raw) if isinstance(raw, bytes) else raw for _, raw in records]
-    assert found == expected
-    if "dataset_info" not in readme:
-        places = [place for place, _ in records]
-        line = 2 if ending in ("csv", "tsv") else 1
-        assert places[1] == f"data/train-00001-of-00009.{ending}:{line}"
-
-
-CLASSES = """dataset_info:
-  features:
-  - name: prompt
-    dtype: string
-  - name: label
-    dtype:
-      class_label:
-        names:
-          '0': up
-          '1': down
-"""
-
-
-# the datasets package leaves csv files open
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_folder_of_files_has_what_its_readme_says_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    columns = (
-        "configs:\n- config_name: default\n  data_files: train.csv\n  names: [prompt, label]\n"
-    )
-    for name, readme, head, labels in (
-        ("classes", CLASSES, "prompt,label\n", ["up", "down"]),
-        ("columns", columns, "", [0, 1]),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "README.md").write_text(f"---\n{readme}---\n")
-        (folder / "train.csv").write_text(f"{head}p,0\nq,1\n")
-        assert [record["label"] for record in raw_records(folder)] == labels
+def test_a_folder_of_text_files_is_refused_with_the_cause(tmp_path):
+    """The datasets package would read NA and null of a csv file as nothing, and 007 as a number."""
+    (tmp_path / "folder").mkdir()
+    for name in ("train.csv", "train.jsonl"):
+        (tmp_path / "folder" / name).write_text("")
+        with pytest.raises(
+            BadInput, match="folder: expected .* name the files, .* guess the types"
+        ):
+            raw_records(tmp_path / "folder")
 
 
 def test_parquet_files_and_folders_of_save_to_disk_hold_records(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from infra import console
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
-from records import examples, tokenizer
+from records import examples
 from records.examples import load_examples
 from records.forms import Record
 from records.tokenizer import Tokenizer
@@ -137,22 +137,21 @@ def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_
     assert (Tokenizer(Source(path)).eos, Tokenizer(Source(path)).stops) == (5, (5, 0))
 
 
-def test_texts_are_encoded_by_so_many_letters_at_once_or_one_record_however_long(monkeypatch):
+def test_few_records_are_encoded_at_once(monkeypatch, tmp_path):
     """What an encoding holds beside its ids took 2 GB for 2,000 long records."""
     t = tokens.bos()
-    texts = [("ab" * n, ["c" * n, "d"]) for n in (1, 1, 30, 2, 2, 2, 40, 1)]
-    whole = list(t.encode_all(texts, by_template=True))
     at_once = []
     encode = t.encode
 
     def counted(pieces):
-        at_once.append(sum(map(len, pieces)))
+        at_once.append(len(pieces))
         return encode(pieces)
 
     monkeypatch.setattr(t, "encode", counted)
-    monkeypatch.setattr(tokenizer, "BATCH", 20)
-    assert list(t.encode_all(texts, by_template=True)) == whole
-    assert at_once == [99, 21, 121, 4]
+    monkeypatch.setattr(examples, "BATCH", 3)
+    source = write(tmp_path / "d.jsonl", *map(rated, "abcdefg"))
+    load_examples(source, t, "rated", Data(source, max_prompt=9, max_completion=9))
+    assert at_once == [6, 6, 2], "a prompt and a completion of each"
 
 
 def test_a_large_file_says_how_far_it_is_read(tmp_path, capsys, monkeypatch):
@@ -168,7 +167,6 @@ def test_a_large_file_says_how_far_it_is_read(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     for said in (
         "records: 1",
-        "records as text: 25%, 0:00:00 left",
         "records as tokens: 25%, 0:00:00 left",
     ):
         assert f"d.jsonl: {said}\n" in out
@@ -194,17 +192,15 @@ def test_the_text_of_an_answer_behind_its_prompt_is_the_ids_that_were_sampled(na
         assert read_answer(t, ids, stop=["z"]) == stopped
 
 
-@pytest.mark.parametrize("unknown", ["<unk>", None])
-def test_letters_that_the_tokenizer_does_not_know_are_counted(unknown, tmp_path):
-    """A BPE without bytes, as KoGPT2's, reads a line break as <unk>, which the thumbs then push up or down. Without an
-    unknown token it leaves the line break out."""
+def test_letters_that_the_tokenizer_does_not_know_are_counted(tmp_path):
+    """A BPE without bytes, as KoGPT2's, reads a line break as <unk>, which the thumbs then push up or down."""
     vocab = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, " ": 4}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token=unknown))
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
     bpe.save(str(tmp_path / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "</s>",
-        "unk_token": unknown,
+        "unk_token": "<unk>",
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text("{}")
