@@ -2,14 +2,16 @@
 
 transformers runs the template in its sandbox. A template leaves out what it does not know, without a
 word: turns of a role, a field of a message, text beside a tool call; and some quote a text of JSON once
-more. So each rendered record is checked. Reading order: ChatTemplate.render, then the check: first what
-the record's texts are (Text, tag_texts, texts_of_tools), then whether they stand in what was rendered.
+more. So each rendered record is checked. Reading order: ChatTemplate.render, then ChatTemplate.check: the template
+writes the record once more with a mark on both sides of each text (mark_texts), and each marked text must stand there
+once (faults_of_texts).
 """
 
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import date as Date
 from functools import partial
 from os.path import commonprefix
@@ -22,8 +24,6 @@ MARK = "\ue000"  # a private character: no token merges with it, no template loo
 # Fields of a message that hold its author's thinking. Many templates leave it out of all turns but the
 # last one, on purpose: a model is asked so, too.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-# What the check reads of a message; the ids of tool calls say nothing of their own.
-CHECKED = ("role", "content", *REASONING, "name", "tool_calls", "function_call", "tool_call_id")
 RESULTS = ("tool", "function", "ipython")  # roles of a tool's result
 EARLIER_REASONING = "with reasoning in earlier turns, which the chat template leaves out"
 CONTINUED = "with a prompt that ends in the assistant's turn, which the completion continues"
@@ -36,17 +36,6 @@ class LeftOut(BadInput):
 
 class Unlike(BadInput):
     """The chat template writes a prompt differently when an answer follows."""
-
-
-class Exchange(NamedTuple):
-    """What a chat template writes of its own around a question and its answer."""
-
-    before: str
-    """All that stands before the answer's end, without question and answer."""
-    lead: str
-    """What stands between the prompt of the question and the answer's own text."""
-    end: str
-    """What ends the answer."""
 
 
 class Text(NamedTuple):
@@ -69,11 +58,8 @@ class ChatTemplate:
         self.kwargs = kwargs
         self.source = str(hf.chat_template)
         self.uses_date = not self.ignores("strftime_now")
-        # the settings of the first record, for plain_exchange
+        # the settings of the first record, for around_plain_answer
         self.first: Record | None = None
-        # For each kind of dialogue what the template does to its texts. Records differ in their texts,
-        # but few in their kind, so that most records cost no second rendering.
-        self.faults_of_kind: dict[str, list[tuple[int, str]]] = {}
 
     def asked(self, record: Record) -> Record:
         """The record with the settings and the day that the template gets for it."""
@@ -95,21 +81,18 @@ class ChatTemplate:
             **record.template_kwargs,
         )
 
-    def plain_exchange(self) -> Exchange | None:
-        """What the template writes around a question and its answer. None if it refuses such a dialogue."""
+    def around_plain_answer(self) -> tuple[str, str] | None:
+        """What the template writes between the prompt of a question and its answer's own text, and what ends the
+        answer. None if it refuses such a dialogue."""
         write = self.writer(self.first or Record([], []))
-        question = {"role": "user", "content": MARK}
-        answer = {"role": "assistant", "content": MARK}
+        question = {"role": "user", "content": "?"}
         try:
             prompt = write([question], add_generation_prompt=True)
-            dialogue = write([question, answer])
+            before, end = around_answer(write, [question, {"role": "assistant", "content": ""}])
         except Exception:  # it asks for more, such as a system message
             return None
-        *before, end = dialogue.split(MARK)
-        lead = ""
-        if dialogue.startswith(prompt):
-            lead, _, _ = dialogue.removeprefix(prompt).partition(MARK)
-        return Exchange("".join(before), lead, end)
+        lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        return lead, end
 
     def render(self, record: Record, counts: Counter) -> tuple[str, list[str]]:
         """The texts of a record's prompt and completions; adds to the counts. Raises BadInput."""
@@ -140,31 +123,28 @@ class ChatTemplate:
         with user_error("chat template"):
             write = self.writer(record)
             if record.continues:
-                dialogues = [[*turns[:-1], join_turns(turns[-1], x)] for x in answers] or [turns]
+                dialogues = [[*turns[:-1], join_turns(turns[-1], x)] for x in answers]
                 prompt = open_turn(write, turns)
             else:
-                dialogues = [[*turns, answer] for answer in answers] or [turns]
+                dialogues = [[*turns, answer] for answer in answers]
                 prompt = write(turns, add_generation_prompt=True)
             if record.cut is not None:
                 pairs = zip(dialogues, answers)
                 completions = [sampled_text(write, *pair, record.cut) for pair in pairs]
-                # of these texts the template writes the prompt alone
-                record = record._replace(completions=[])
-                dialogues = [turns]
             elif record.continues:
-                completions = [text_behind(prompt, write(x)) for x in dialogues if answers]
+                completions = [text_behind(prompt, write(x)) for x in dialogues]
             else:
-                completions = [completion_text(write, prompt, turns, x) for x in answers]
+                completions = [completion_text(write, prompt, x) for x in dialogues]
             has_lost_reasoning = False
-            for dialogue, completion in zip(dialogues, completions or [""]):
-                has_lost_reasoning |= self.check(write, record, dialogue, prompt, completion)
+            if record.cut is not None or not answers:  # the template writes the prompt alone
+                has_lost_reasoning = self.check(write, record, turns, prompt, None)
+            else:
+                for dialogue, completion in zip(dialogues, completions):
+                    has_lost_reasoning |= self.check(write, record, dialogue, prompt, completion)
         if has_lost_reasoning:
             counts[EARLIER_REASONING] += 1
         if record.continues:
             counts[CONTINUED] += 1
-        fields = set().union(*turns, *answers).difference(CHECKED)
-        for field in sorted(filter(self.ignores, fields)):
-            counts[f"with a message's {field}, which the chat template does not read"] += 1
         return prompt, completions
 
     def ignores(self, field: str) -> bool:
@@ -172,29 +152,23 @@ class ChatTemplate:
         return not re.search(rf"\b{re.escape(field)}\b", self.source)
 
     def check(
-        self, write: Write, record: Record, dialogue: list[dict], prompt: str, completion: str
+        self,
+        write: Write,
+        record: Record,
+        dialogue: list[dict],
+        prompt: str,
+        completion: str | None,
     ) -> bool:
-        """Whether the template writes all that a record says, each text once. -> whether it leaves out reasoning of
-        earlier turns. Raises LeftOut."""
-        answer = len(dialogue) - 1 if record.completions else None
-        rendered = prompt + completion
-        tagged, texts = tag_texts(dialogue)
-        faults = []
-        for text in texts_of_tools(record, dialogue):
-            if not stands_in(text.text, rendered):
-                faults.append((text, "does not write"))
-        faults += [(texts[i], fault) for i, fault in self.tag_faults(write, record, tagged, texts)]
-        # A template may also cut a text by what is in it, such as thinking.
-        for text in texts:
-            place = rendered if text.turn == answer else prompt
-            if text.field in ("content", *REASONING) and not stands_in(text.text, place):
-                for piece in pieces_of(text):
-                    if not stands_in(piece.text, place):
-                        faults.append((piece, "does not write"))
+        """Whether the template leaves out reasoning of the turns before the answer. Raises LeftOut if it leaves out,
+        doubles or quotes another text of the record."""
+        rendered = prompt + (completion or "")
+        lost = [x for x in texts_of_tools(record, dialogue) if not stands_in(x.text, rendered)]
+        faults = [(text, "does not write") for text in lost]
+        faults += faults_of_texts(write, dialogue, prompt, completion)
         has_lost_reasoning = False
         for text, fault in faults:
-            is_lost_reasoning = fault == "does not write" and text.field in REASONING
-            if not is_lost_reasoning or text.turn == answer:
+            is_of_answer = completion is not None and text.turn == len(dialogue) - 1
+            if fault != "does not write" or text.field not in REASONING or is_of_answer:
                 what = f"{text.field}: {text.text!r:.50} (data.left_out)"
                 raise LeftOut(f"{text.role}: the chat template {fault} its {what}")
             has_lost_reasoning = True
@@ -204,23 +178,6 @@ class ChatTemplate:
             if rendered.count("None") > write(emptied).count("None"):
                 raise LeftOut("assistant: the chat template writes its content, null, as None")
         return has_lost_reasoning
-
-    def tag_faults(
-        self, write: Write, record: Record, tagged: list[dict], texts: list[Text]
-    ) -> list[tuple[int, str]]:
-        """(number of a text, what the template does to it) for each text whose tag is not written once: a lost text may
-        by chance stand within another one, a tag cannot."""
-        has_answer = bool(record.completions)
-        key = repr((tagged, bool(record.tools), record.template_kwargs, has_answer))
-        if key not in self.faults_of_kind:
-            if len(self.faults_of_kind) > 1000:  # tool calls with ids of their own: each is a kind
-                self.faults_of_kind.clear()
-            try:
-                rendered = write(tagged, add_generation_prompt=not has_answer)
-                self.faults_of_kind[key] = tag_faults(rendered, texts)
-            except Exception:  # the template looks into a text, as for a number: no tags there
-                self.faults_of_kind[key] = []
-        return self.faults_of_kind[key]
 
 
 def template_of(hf, tools: list[dict] | None = None) -> str:
@@ -243,19 +200,27 @@ def define_date(date: str | None) -> str:
 # ---- prompt and completion -----------------------------------------------------------------------
 
 
-def completion_text(write: Write, prompt: str, turns: list[dict], answer: dict) -> str:
-    """What the template writes after the prompt's text for this answer. Raises BadInput."""
-    dialogue = write([*turns, answer])
-    if dialogue.startswith(prompt):
-        return dialogue.removeprefix(prompt)
-    # DeepSeek-R1's template ends the prompt with <think>, but leaves the thinking out of an answer, so
-    # that the dialogue does not begin with the prompt. There the completion is the answer's own text,
-    # which closes the thinking, and then what ends a turn: the template shows it behind a mark.
-    before, _, turn_end = write([*turns, {**answer, "content": MARK}]).partition(MARK)
-    text = answer["content"] or ""
-    if prompt.removeprefix(before).startswith("<think>") and "</think>" in text:
-        return text.lstrip().removeprefix("<think>").lstrip("\n") + turn_end
-    return text_behind(prompt, dialogue)
+def around_answer(write: Write, dialogue: list[dict], begun: str = "") -> tuple[str, str]:
+    """What the template writes before and behind the last turn's text. begun: how this text begins; it is a part of
+    what is before. Raises LeftOut."""
+    *turns, last = dialogue
+    before, mark, end = write([*turns, {**last, "content": begun + MARK}]).partition(MARK)
+    if not mark:
+        raise LeftOut(f"{last['role']}: the chat template leaves out the text of the last turn")
+    return before, end
+
+
+def completion_text(write: Write, prompt: str, dialogue: list[dict]) -> str:
+    """What the template writes after the prompt's text for the answer. Raises BadInput."""
+    whole = write(dialogue)
+    text = dialogue[-1]["content"] or ""
+    if not whole.startswith(prompt) and "</think>" in text:
+        # DeepSeek-R1's template ends the prompt with <think>, but leaves the thinking out of an answer. There the
+        # completion is the answer's own text, which closes the thinking, and then what ends a turn.
+        before, end = around_answer(write, dialogue)
+        if prompt.removeprefix(before).startswith("<think>"):
+            return text.lstrip().removeprefix("<think>").lstrip("\n") + end
+    return text_behind(prompt, whole)
 
 
 def sampled_text(write: Write, dialogue: list[dict], answer: dict, cut: bool) -> str:
@@ -263,10 +228,7 @@ def sampled_text(write: Write, dialogue: list[dict], answer: dict, cut: bool) ->
     template might also write a thinking before the answer, which the model has not written. Raises LeftOut."""
     if cut:
         return answer["content"]
-    *before, last = dialogue
-    _, mark, end = write([*before, {**last, "content": MARK}]).partition(MARK)
-    if not mark:
-        raise LeftOut("completion: the chat template leaves out an answer")
+    _, end = around_answer(write, dialogue)
     return answer["content"] + end
 
 
@@ -292,12 +254,10 @@ def open_turn(write: Write, turns: list[dict]) -> str:
     """The text of a prompt up to the end of its last turn's content, which a completion continues:
     transformers' continue_final_message, by a mark, since a short content may stand in a turn's end,
     too. Raises BadInput."""
-    *before, last = turns
+    last = turns[-1]
     if last.get("tool_calls") or not last["content"]:
         raise BadInput("prompt: ends in the assistant's turn, and it has no text to continue")
-    prompt, mark, _ = write([*before, join_turns(last, {"content": MARK})]).partition(MARK)
-    if not mark:
-        raise LeftOut("prompt: ends in the assistant's turn, and the chat template leaves it out")
+    prompt, _ = around_answer(write, turns, last["content"])
     return prompt
 
 
@@ -371,97 +331,104 @@ def as_json_text(arguments: object) -> object:
 # ---- is all there? -------------------------------------------------------------------------------
 
 
-def tag_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
-    """The dialogue with a tag in place of each text, and the texts in the order of their tags. Tags have
-    a quotation mark, so that one sees whether a template quotes them."""
-    texts = []
-
-    def tag(value: object, turn: int, field: str) -> object:
-        if isinstance(value, dict):
-            return {key: tag(x, turn, field) for key, x in value.items()}
-        if isinstance(value, list):
-            return [tag(x, turn, field) for x in value]
-        if not isinstance(value, str) or not value.strip():
-            return value  # a template asks whether there is a text
-        texts.append(Text(turn, dialogue[turn]["role"], field, value))
-        return tag_of(len(texts) - 1)
-
-    def tag_arguments(arguments: object, turn: int) -> object:
-        return tag(arguments, turn, "arguments" if isinstance(arguments, str) else "argument")
-
-    tagged = []
-    for i, turn in enumerate(dialogue):
-        new = {**turn}
-        for field in ("content", *REASONING, "name"):
-            is_result = field == "name" and turn["role"] in RESULTS
-            if isinstance(turn.get(field), str) and not is_result:
-                new[field] = tag(turn[field], i, field)
-        tagged.append(with_arguments(new, partial(tag_arguments, turn=i)))
-    return tagged, texts
-
-
-def tag_of(i: int) -> str:
+def mark_of(i: int) -> str:
+    """It has a quotation mark, so that one sees whether a template quotes it."""
     return f'qz{i}"zq'
 
 
-def tag_faults(rendered: str, texts: list[Text]) -> list[tuple[int, str]]:
-    """(number of a text, what the template does to it) for each that does not stand there once. Those of
-    arguments come last: another form of them may have none."""
+MARKS = re.compile(r'qz\d+\\?"zq')
+
+
+def mark_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
+    """The dialogue with a mark on both sides of each text, and the texts in the order of their marks. Thinking within
+    a text is a text of its own, since templates leave it out."""
+    texts: list[Text] = []
+
+    def mark(value: object, turn: int, field: str) -> object:
+        if not isinstance(value, str):
+            return value
+        role = dialogue[turn]["role"]
+        pieces = re.split("(</?think>)", value)
+        for i in range(0, len(pieces), 2):
+            bare = pieces[i].strip()  # templates strip blanks, and ask whether there is a text
+            if bare:
+                is_thinking = role == "assistant" and pieces[i + 1 : i + 2] == ["</think>"]
+                sign = mark_of(len(texts))
+                texts.append(Text(turn, role, "thinking" if is_thinking else field, bare))
+                pieces[i] = pieces[i].replace(bare, sign + bare + sign, 1)
+        return "".join(pieces)
+
+    marked = []
+    for i, turn in enumerate(dialogue):
+        fields = ["content", *REASONING]
+        if turn["role"] not in RESULTS:
+            fields.append("name")
+        texts_of_turn = {field: mark(turn[field], i, field) for field in fields if field in turn}
+        new = {**turn, **texts_of_turn}
+        marked.append(with_arguments(new, partial(mark, turn=i, field="arguments")))
+    return marked, texts
+
+
+def faults_of_texts(
+    write: Write, dialogue: list[dict], prompt: str, completion: str | None
+) -> list[tuple[Text, str]]:
+    """(text, what the template does to it) for each text of the dialogue that does not stand once in what the template
+    writes. Those of arguments come last: another form of them may have none."""
+    marked, texts = mark_texts(dialogue)
+    whole = prompt + (completion or "")
+    written = ""
+    with suppress(Exception):  # the template looks into a text, as for a number
+        written = write(marked, add_generation_prompt=completion is None)
     faults = []
+    if (
+        MARKS.sub("", written) != whole
+    ):  # the marks change more, so look for the texts without marks
+        for text in texts:
+            is_of_answer = completion is not None and text.turn == len(dialogue) - 1
+            if not stands_in(text.text, whole if is_of_answer else prompt):
+                faults.append((text, "does not write"))
+        return faults
     for i, text in enumerate(texts):
-        plain, quoted = (rendered.count(x) for x in (tag_of(i), tag_of(i).replace('"', '\\"')))
+        between_marks = mark_of(i) + text.text + mark_of(i)
+        plain, quoted = written.count(between_marks), written.count(in_json(between_marks))
         if not plain + quoted:
-            faults.append((i, "does not write"))
-        elif plain + quoted > 1 and text.field in ("content", *REASONING):
-            faults.append((i, "writes more than once"))
+            faults.append((text, "does not write"))
+        elif plain + quoted > 1 and text.field not in ("name", "arguments"):
+            faults.append((text, "writes more than once"))
         elif text.field == "arguments" and quoted:
-            faults.append((i, "quotes"))
-    return sorted(faults, key=lambda fault: texts[fault[0]].field == "arguments")
+            faults.append((text, "quotes"))
+    return sorted(faults, key=lambda fault: fault[0].field == "arguments")
+
+
+def in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def stands_in(text: str, rendered: str) -> bool:
     """Whether a text was written, but for blanks around it: as it is, or as JSON has it."""
     text = text.strip()
-    return text in rendered or json.dumps(text, ensure_ascii=False)[1:-1] in rendered
-
-
-def pieces_of(text: Text) -> list[Text]:
-    """The text; of the assistant's the pieces, of which some are thinking: that ends with </think>, and <think> may
-    stand in the prompt."""
-    if text.role != "assistant" or text.field != "content":
-        return [text]
-    *thoughts, end = text.text.split("</think>")
-    pieces = []
-    for part in thoughts:
-        *said, thought = part.split("<think>")
-        pieces += [text._replace(text=piece.strip()) for piece in said]
-        pieces.append(text._replace(text=thought.strip(), field="thinking"))
-    return [*pieces, text._replace(text=end.strip())]
+    return text in rendered or in_json(text) in rendered
 
 
 def texts_of_tools(record: Record, dialogue: list[dict]) -> Iterator[Text]:
     """The names, arguments and descriptions of the tools that there are and that are called, and the names of those
     that answer."""
     functions = []
-    names = []
     for turn in dialogue:
         functions += turn.get("tool_calls") or []
         functions += [turn["function_call"]] if turn.get("function_call") else []
         if turn["role"] in RESULTS and isinstance(turn.get("name"), str):
-            names.append(Text(-1, turn["role"], "name", turn["name"]))
+            yield Text(-1, turn["role"], "name", turn["name"])
     for tool in functions + (record.tools or []):
         function = tool.get("function", tool)
         arguments = as_object(function.get("arguments"))
         for text in (function["name"], *keys_and_texts(arguments), *described(function)):
             yield Text(-1, "tools", "text", text)
-    yield from names
 
 
 def described(function: dict) -> Iterator[str]:
     """What a tool says of itself and of its parameters; the rest of a schema has many forms."""
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    properties = properties if isinstance(properties, dict) else {}
+    properties = (function.get("parameters") or {}).get("properties") or {}
     yield from properties
     for schema in (function, *properties.values()):
         text = schema.get("description") if isinstance(schema, dict) else None

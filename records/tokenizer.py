@@ -119,10 +119,10 @@ class Tokenizer:
 
         A base model's EOS is often another token than that of the template which it is tuned with.
         """
-        exchange = self.chat.plain_exchange()
-        if exchange is None:
+        around = self.chat.around_plain_answer()
+        if around is None:
             return
-        end = exchange.end
+        _, end = around
         if not end:
             say(
                 "the chat template writes nothing that ends an answer: no record teaches where to end; "
@@ -147,20 +147,18 @@ class Tokenizer:
 
     def say_what_leads_an_answer(self) -> None:
         """Say what the chat template writes before an answer's own text: it is learned as a part of the answer."""
-        exchange = self.chat.plain_exchange()
-        if exchange is None or not exchange.lead.strip():
-            return
-        if (
-            self.chat.first and self.chat.first.cut is not None
-        ):  # sampled answers are learned as they are
+        around = self.chat.around_plain_answer()
+        lead = around[0] if around else ""
+        is_sampled = self.chat.first is not None and self.chat.first.cut is not None
+        if not lead.strip() or is_sampled:  # sampled answers are learned as they are
             return
         advice = ""
-        if "think" in exchange.lead:
+        if "think" in lead:
             advice = (
                 "; data.chat_template_kwargs may move it into the prompt: enable_thinking=false"
             )
         say(
-            f"the chat template writes {exchange.lead!r} before an answer's own text, and it is learned as a "
+            f"the chat template writes {lead!r} before an answer's own text, and it is learned as a "
             f"part of the answer{advice}"
         )
 
