@@ -44,7 +44,7 @@ def find_sign(
     return (
         sign_of_entropy(rows[:3], recent)
         or sign_of_rewards(recent, is_late=rows[-1]["step"] >= total / 2)
-        or sign_of_gradient(recent, clip or math.inf)
+        or sign_of_gradient(rows[:3], recent, clip or math.inf)
         or sign_of_overfitting(rows, recent, validations, n_held_out)
     )
 
@@ -85,12 +85,14 @@ def sign_of_rewards(recent: list[Row], is_late: bool) -> str | None:
     return None
 
 
-def sign_of_gradient(recent: list[Row], clip: float) -> str | None:
-    norm = median(row["grad_norm"] for row in recent)
-    if norm > 10 * clip:
+def sign_of_gradient(first: list[Row], recent: list[Row], clip: float) -> str | None:
+    """Not of a gradient that is clipped from the start on: AdamW divides by its size, and the demo ends as well."""
+    before = mean(first, "grad_norm")
+    now = median(row["grad_norm"] for row in recent)
+    if now > clip and now > 3 * before:
         return (
-            f"grad_norm is {norm:.1f}, and optim.clip {clip:g} (usual: less than ten times optim.clip): most gradients "
-            "are clipped to less than a tenth: try a smaller optim.lr"
+            f"grad_norm is {now:.2f}, and was {before:.2f} at the start (usual: it falls), and most gradients are "
+            f"clipped to {clip:g}: try a smaller optim.lr"
         )
     return None
 

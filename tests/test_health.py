@@ -34,8 +34,10 @@ TABLE = [
     ({"rewards/mean": 0.0, "rewards/std": 0.09}, 20, [], "optim.lr"),
     ({"rewards/mean": 0.0, "rewards/std": 0.09}, 200, [], None),
     ({"rewards/mean": 0.0, "rewards/std": 0.0, "lr": 0.0}, 20, [], None),
-    ({"grad_norm": 19.0}, 20, [], None),
-    ({"grad_norm": 21.0}, 20, [], "optim.clip"),
+    ({"grad_norm": 1.9}, 20, [], None),
+    ({"grad_norm": 2.1}, 20, [], "clipped to 2: try a smaller optim.lr"),
+    ({"grad_norm": (1.0, 2.9)}, 20, [], None),
+    ({"grad_norm": (90.0, 90.0)}, 20, [], None),
     ({}, 20, [0.9, 0.81], None),
     ({}, 20, [0.9, 0.79], "epochs"),
     ({"accuracy": 0.7}, 20, [0.9, 0.79], None),
@@ -45,7 +47,9 @@ TABLE = [
 @pytest.mark.parametrize("ends, total, held_out, setting", TABLE)
 def test_a_sign_is_named_beyond_its_limit_and_not_within(ends, total, held_out, setting):
     """Each column goes from its first to its last number in ten of twenty steps. 100 examples are held out."""
-    columns = {name: (first, ends.get(name, last)) for name, (first, last) in HEALTHY.items()}
+    columns = dict(HEALTHY)
+    for name, end in ends.items():
+        columns[name] = end if isinstance(end, tuple) else (columns[name][0], end)
     rows = []
     for step in range(1, 21):
         share = min(1.0, max(0, step - 3) / 10)
