@@ -27,9 +27,9 @@ from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
 from infra.settings import RunSettings, find_path, refuse_unless
 from models.export import export_checkpoint, exported_type, make_card
-from models.hub import Source, read_json
+from models.hub import Source, base_name, read_json
 from models.load import load_model
-from models.lora import gather_adapters, write_peft
+from models.lora import gather_adapters, has_lora_alone, write_peft
 from models.quantize import round_matrices
 from objective import join_columns
 from records.examples import Example, distinct_questions
@@ -496,12 +496,13 @@ def export_adapters(run: "Run") -> None:
     model = run.policy.module
     source = run.source
     base = run.cfg.model  # its path or id
+    peft_folders = []  # from the run inwards
     while source.base:
-        file = source.folder / "adapter_config.json"
-        if not file.exists():
+        if not has_lora_alone(source.folder):
             break
+        peft_folders.append(source)
+        base = base_name(source.folder)
         source = source.base
-        base = read_json(file)["base_model_name_or_path"]
     # a frozen reference moves without the base
     base_has_moved = run.state.reference_has_moved and isinstance(run.reference, AdaptersOff)
     if source.base or base_has_moved:
@@ -511,7 +512,11 @@ def export_adapters(run: "Run") -> None:
     adapters = gather_adapters(model)
 
     def write(new: Path) -> None:
-        write_peft(adapters, model, run.source, base, run.cfg.lora, new)
+        write_peft(adapters, model, base, run.cfg.lora, new)
+        if peft_folders:
+            from models.peft_folders import join_peft
+        for folder in peft_folders:
+            join_peft(folder, new)
         checkpoint = Source(checkpoint_folder(run.folder, run.state.step), run.source)
         (new / "README.md").write_text(make_card(checkpoint, "peft"))
         if run.cfg.data.chat_template or run.source.chat_template:

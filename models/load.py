@@ -9,7 +9,6 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import litgpt
@@ -20,7 +19,6 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from transformers.pytorch_utils import Conv1D
 
 from head import logp_of
 from infra.checkpoint import read_settings, read_tensors
@@ -48,9 +46,6 @@ from models.lora import (
     Adapters,
     add_adapters,
     merge_adapters,
-    merge_into_layer,
-    output_with_adapter,
-    read_peft,
     take_out_adapters,
 )
 from models.quantize import freeze, quantize_base, round_matrices
@@ -171,79 +166,11 @@ def _read_adapted(source: Source, dtype: torch.dtype | None) -> transformers.Pre
         raise BadInput(
             f"model: {source.folder}: a checkpoint cannot be the base of an adapter; export it first"
         )
+    from models.peft_folders import merge_peft
+
     hf = _read_adapted(source.base, dtype)
     with user_error(f"{source.folder}: does not fit its base"):
-        _put_peft(hf, source)
-    return hf
-
-
-@torch.no_grad()
-def _put_peft(hf: transformers.PreTrainedModel, source: Source) -> None:
-    """Change the weights of transformers' model as a PEFT folder says. Raises BadInput where the model's
-    weights would no longer fit its config, and where merged adapters give other log-probs than PEFT's rule:
-    the layers of the base unchanged, and the adapters beside them."""
-    peft = read_peft(source.folder)
-    embedding = hf.get_input_embeddings()
-    head = hf.get_output_embeddings()
-    is_tied = head.weight is embedding.weight
-    # without a vision tower, which we do not compute
-    text_model = {*hf.get_decoder().modules(), head}
-    layers = {name: module for name, module in hf.named_modules() if module in text_model}
-
-    def weight_of(name: str) -> tuple[nn.Module, str]:
-        """-> the layer, and the weight's name in it."""
-        layer, _, kind = name.rpartition(".")
-        module = layers.get(layer)
-        if not isinstance(getattr(module, kind, None), nn.Parameter):
-            raise BadInput(f"{source.folder}: {name}: its base has no such weight to adapt")
-        return module, kind
-
-    for name, value in peft.weights.items():
-        module, kind = weight_of(name)
-        old = module.get_parameter(kind)
-        if value.shape != old.shape:
-            raise BadInput(
-                f"{source.folder}: {name}: {tuple(value.shape)}, but {tuple(old.shape)} in its base. For an "
-                "enlarged vocabulary: resize_token_embeddings of the base, then merge_and_unload by PEFT"
-            )
-        # PEFT makes a copy of a layer in modules_to_save. It writes other whole weights into the base, also
-        # into a tied matrix.
-        if name.removesuffix(f".{kind}").endswith(tuple(peft.modules_to_save)):
-            setattr(module, kind, nn.Parameter(value.to(old.dtype)))
-        else:
-            old.copy_(value)
-    for layer, rows in peft.token_rows.items():
-        module, _ = weight_of(f"{layer}.weight")
-        weight = module.weight.clone()
-        weight[list(rows)] = torch.stack(list(rows.values())).to(weight.dtype)
-        module.weight = nn.Parameter(weight)
-        if is_tied and module is embedding and len(peft.token_rows) == 1:
-            head.weight = module.weight  # as in PEFT, unless the head has rows of its own
-
-    beside = []
-    hooks = []
-    for layer, adapter in peft.adapters.items():
-        module, _ = weight_of(f"{layer}.weight")
-        if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
-            beside.append((module, adapter))
-            hooks.append(module.register_forward_hook(partial(output_with_adapter, adapter)))
-        else:  # a matrix outside a linear layer (a mixture's router): PEFT, too, merges the adapter
-            merge_into_layer(adapter, module)
-    texts = short_texts(hf)
-    expected_T = plain_logps(hf, *texts)
-    for hook in hooks:
-        hook.remove()
-    for module, adapter in beside:
-        merge_into_layer(adapter, module)
-    if is_tied and head.weight is not embedding.weight:
-        if not torch.equal(head.weight, embedding.weight):
-            raise BadInput(
-                f"{source.folder}: lm_head and the embedding differ with this adapter, but are one matrix in its "
-                "base; name a copy of the base with a lm_head.weight of its own and tie_word_embeddings false"
-            )
-        head.weight = embedding.weight
-    has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())
-    check_logps("merged", plain_logps(hf, *texts), expected_T, "PEFT's rule", has_experts)
+        return merge_peft(hf, source)
 
 
 # ---- the comparison ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): made, disabled, merged and reset; PEFT's files.
+"""Adapters (LoRA): made, disabled, merged, reset, and written as PEFT's files.
 
 An adapter of rank r is two matrices, A (r, inputs) and B (outputs, r). It adds scale * B @ A to the
 matrix W (outputs, inputs) of its layer. This file knows no model class: a model has blocks,
@@ -11,21 +11,20 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers.pytorch_utils import Conv1D
 
-from infra.console import BadInput, rank, user_error
+from infra.console import BadInput, rank
 from infra.devices import gather_tensor, place_like
 from infra.rounding import round_at_random
 from infra.settings import Lora
-from models.hub import Source, read_json, refuse_missing_weights
+from models.hub import read_json
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
 # {transformers' name of a layer: its adapter}, whole and on the CPU
@@ -291,182 +290,38 @@ def take_out_adapters(model: nn.Module) -> Adapters:
 # ---- PEFT's files --------------------------------------------------------------------------------
 
 
-# Fields of PEFT's LoraConfig that are read here, or that change nothing in a trained adapter. Any other
-# field with a value changes what the adapter computes, or may do so in a later version of PEFT.
-PEFT_FIELDS = set(
-    """
-    alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config
-    exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform
-    loftq_config lora_alpha lora_dropout lora_ga_config megatron_core modules_to_save peft_type
-    peft_version qalora_group_size r rank_pattern revision runtime_config target_modules
-    target_parameters task_type trainable_token_indices use_rslora
-    """.split()
-)
-# The values that some of these fields may have. Other ways to initialise an adapter change the base.
-PEFT_VALUES = {
-    "peft_type": ["LORA"],
-    "init_lora_weights": [True, "gaussian", "eva", "orthogonal"],
-    "revision": ["main"],
-}
+LORA_MATRIX = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 
 
-class PeftFolder(NamedTuple):
-    """What a PEFT folder changes in its base. All names are transformers'."""
-
-    adapters: Adapters
-    """Of linear layers, and of the embedding: its matrix is (tokens, width), B (tokens, r), A (r, width)."""
-    weights: dict[str, torch.Tensor]
-    """Weights that the folder holds as a whole: they take the place of the base's."""
-    token_rows: dict[str, dict[int, torch.Tensor]]
-    """For a layer the rows of single tokens: they take the place of the base's."""
-    modules_to_save: list[str]
-    """Ends of names of layers that have a weight of their own in PEFT, even if the base's is tied."""
+def has_lora_alone(folder: Path) -> bool:
+    """Whether a folder is one of PEFT's with LoRA's matrices of layers, and nothing else that changes the base."""
+    if not (folder / "adapter_config.json").exists():
+        return False
+    config = read_json(folder / "adapter_config.json")
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        are_matrices = all(map(LORA_MATRIX.search, file.keys()))
+    return are_matrices and not config.get("target_parameters")
 
 
-def read_peft(folder: Path) -> PeftFolder:
-    """Raises BadInput where the folder holds another method than LoRA, or a variant of it."""
-    file = folder / "adapter_config.json"
-    config = read_json(file)
-    for name in ["peft_type", *config]:  # the type first: each type has fields of its own
-        value = config.get(name)
-        is_supported = name in PEFT_FIELDS and value in PEFT_VALUES.get(name, [value])
-        if value and not is_supported:
-            raise BadInput(f"{file}: {name}: {value} is not supported")
-    file = folder / "adapter_model.safetensors"
-    refuse_missing_weights(folder, [file])
-    with user_error(None, file):
-        tensors = load_file(file)
-    peft = PeftFolder({}, {}, {}, config.get("modules_to_save") or [])
-    for full_name, tensor in tensors.items():
-        name = full_name.removeprefix("base_model.model.")
-        layer, _, kind = name.rpartition(".")
-        if name.endswith(".lora_A.weight"):
-            layer = name.removesuffix(".lora_A.weight")
-            b = tensors[full_name.replace("lora_A", "lora_B")]
-            scale = _peft_scale(config, layer, rank=len(tensor))
-            peft.adapters[layer] = (tensor.float(), b.float(), scale)
-        elif kind == "lora_embedding_A":
-            # PEFT's A (r, tokens) and B (width, r) of an embedding are our B and A, transposed
-            embedding_B = tensors[full_name.replace("embedding_A", "embedding_B")]
-            scale = _peft_scale(config, layer, rank=len(tensor))
-            peft.adapters[layer] = (embedding_B.T.float(), tensor.T.float(), scale)
-        elif kind == "trainable_tokens_delta":
-            layer = layer.removesuffix(".token_adapter")
-            ids = config["trainable_token_indices"]
-            if isinstance(ids, dict):
-                ids = next(ids[end] for end in ids if layer.endswith(end))
-            peft.token_rows[layer] = dict(zip(ids, tensor.float()))
-        elif ".original_module." not in name and not re.search(r"\.lora_(B|embedding_B)\b", name):
-            # original_module: what PEFT does not use while the adapter is on
-            wrappers = r"\.(token_adapter\.base_layer|base_layer|modules_to_save)(?=\.\w+$)"
-            peft.weights[re.sub(wrappers, "", name)] = tensor
-    return peft
-
-
-def _peft_scale(config: dict, layer: str, rank: int) -> float:
-    """The factor of B @ A."""
-    parameters = tuple(f".{x}" for x in config.get("target_parameters") or [])
-    if f".{layer}.weight".endswith(parameters):  # PEFT looks for the name of the matrix there
-        layer = f"{layer}.weight"
-    # the pattern self_attn.q_proj is for all layers whose names end so; the first that fits counts
-    patterns = (config.get("alpha_pattern") or {}).items()
-    alphas = (alpha for x, alpha in patterns if re.fullmatch(rf"(.*\.)?({x})", layer))
-    alpha = next(alphas, config.get("lora_alpha", 8))
-    if config.get("use_rslora"):
-        return alpha / rank**0.5
-    return alpha / rank
-
-
-def merge_into_layer(adapter: Adapter, module: nn.Module) -> None:
-    """Add an adapter to the matrix of one layer. A tied layer gets a matrix of its own, as in PEFT."""
-    delta = delta_of(adapter)
-    if isinstance(module, Conv1D):
-        delta = delta.T
-    module.weight = nn.Parameter(module.weight + delta)
-
-
-def output_with_adapter(
-    adapter: Adapter, module: nn.Module, inputs: tuple, output: torch.Tensor
-) -> torch.Tensor:
-    """A layer's output with an adapter beside its matrix: a hook of the layer's forward."""
-    a, b, scale = adapter
-    a = a.to(output.dtype)
-    b = b.to(output.dtype)
-    if isinstance(module, nn.Embedding):
-        scale = scale * getattr(module, "embed_scale", 1)  # Gemma's factor of the embedding
-        return output + nn.functional.embedding(inputs[0], b) @ a * scale
-    return output + inputs[0] @ a.T @ b.T * scale
-
-
-def write_peft(
-    adapters: Adapters, model: nn.Module, source: Source, base: str, lora: Lora, out: Path
-) -> None:
-    """Write a model's adapters in PEFT's format. base: the name of their base model, for PEFT.
-    If the source is made of PEFT folders, the file also holds all that these folders change: their adapters
-    stand beside the model's adapters."""
-    folders = []  # from the base outwards
-    while source.base:
-        folders.insert(0, read_peft(source.folder))
-        source = source.base
-    folders.append(PeftFolder(adapters, {}, {}, []))
-    parts: dict[str, list] = {}
-    weights: dict[str, torch.Tensor] = {}
-    token_rows: dict[str, dict[int, torch.Tensor]] = {}
-    for peft in folders:
-        for name, weight in peft.weights.items():
-            weights[name] = weight
-            layer = name.removesuffix(".weight")
-            parts.pop(layer, None)  # the whole weight replaces what inner folders added to it
-            token_rows.pop(layer, None)
-        for layer, rows in peft.token_rows.items():
-            token_rows[layer] = token_rows.get(layer, {}) | rows
-        for layer, adapter in peft.adapters.items():
-            parts[layer] = [adapter, *parts.get(layer, [])]
-    # All layers get one scale and one rank. PEFT's alpha_pattern and rank_pattern may give each its own, but other
-    # programs (llama.cpp, vLLM) do not read them: they would scale the layers wrongly, or refuse the file.
-    scale = lora.alpha / lora.rank
-    tensors: dict[str, torch.Tensor] = {}
-    rank = max(sum(len(a) for a, _, _ in adapters_of_layer) for adapters_of_layer in parts.values())
-    modules = []
-    matrices = []
-    for layer, adapters_of_layer in parts.items():
-        a = torch.cat([a for a, _, _ in adapters_of_layer])
-        b = torch.cat([b * (b_scale / scale) for _, b, b_scale in adapters_of_layer], 1)
+def write_peft(adapters: Adapters, model: nn.Module, base: str, lora: Lora, out: Path) -> None:
+    """Write a model's adapters in PEFT's format. base: the name of their base model, for PEFT."""
+    # All layers get one rank, though GPT-2's layer for q, k and v has three times that of the others. PEFT's
+    # rank_pattern may give each its own, but other programs (llama.cpp, vLLM) do not read it: they would scale the
+    # layers wrongly, or refuse the file.
+    rank = max(len(a) for a, _, _ in adapters.values())
+    tensors = {}
+    for layer, (a, b, _) in adapters.items():
         n_missing = rank - len(a)
         a = nn.functional.pad(a, (0, 0, 0, n_missing))  # rows of zeros
         b = nn.functional.pad(b, (0, n_missing))  # columns
-        module = model.get_submodule(model.rows[f"{layer}.weight"].name.removesuffix(".weight"))
-        if isinstance(module, nn.Embedding):
-            tensors[f"{layer}.lora_embedding_A"] = b.T.contiguous()
-            tensors[f"{layer}.lora_embedding_B"] = a.T.contiguous()
-        else:
-            tensors[f"{layer}.lora_A.weight"] = a
-            tensors[f"{layer}.lora_B.weight"] = b
-        if not isinstance(module, nn.Embedding | nn.Linear | LoRALinear):
-            matrices.append(f"{layer}.weight")  # outside a linear layer, such as a mixture's router
-        else:
-            modules.append(layer)
-    for layer, rows in token_rows.items():
-        tensors[f"{layer}.token_adapter.trainable_tokens_delta"] = torch.stack(list(rows.values()))
-    for name, weight in weights.items():
-        layer, _, kind = name.rpartition(".")
-        # PEFT's layer has the layer of the model inside itself, as base_layer
-        if layer in parts:
-            name = f"{layer}.base_layer.{kind}"
-        elif layer in token_rows:
-            name = f"{layer}.token_adapter.base_layer.{kind}"
-        tensors[name] = weight
-    alpha = scale * rank
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = b.contiguous()
+    alpha = rank * lora.alpha / lora.rank
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "lora_dropout": lora.dropout,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(adapters),
         "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
     }  # fmt: skip
-    if matrices:
-        config["target_parameters"] = matrices
-    if token_rows:
-        config["trainable_token_indices"] = {x: list(rows) for x, rows in token_rows.items()}
-    tensors = {f"base_model.model.{name}": x for name, x in tensors.items()}
     save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

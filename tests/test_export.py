@@ -544,16 +544,6 @@ def test_a_peft_folders_own_tokenizer_is_the_exports(lora, llama, tmp_path):
     assert "chat_template.jinja" not in found
 
 
-def test_an_adapter_is_scaled_by_its_pattern_and_by_rslora(lora, llama, tmp_path):
-    trained = our_logits(lora / "checkpoints" / "step-00000004")
-    pattern = {"self_attn.q_proj": 0, "mlp.*": 0}
-    only_o_proj = our_logits(peft_folder(lora, tmp_path / "half", alpha_pattern=pattern))
-    assert not same(only_o_proj, trained, 1e-2)
-    assert not same(only_o_proj, our_logits(llama), 1e-3)
-    rslora = dict(use_rslora=True, lora_alpha=3 / 2**0.5)  # the same scale at rank 2
-    assert same(our_logits(peft_folder(lora, tmp_path / "rslora", **rslora)), trained, 1e-5)
-
-
 def test_an_adapter_whose_base_is_missing_or_itself_is_refused_with_its_setting(lora, tmp_path):
     for i, base in enumerate((None, "", str(tmp_path / "peft2"))):
         folder = peft_folder(lora, tmp_path / f"peft{i}", base_model_name_or_path=base)
@@ -627,20 +617,6 @@ def test_others_may_read_an_export(lora):
     for folder in ("final", "final_adapter"):
         for file in (lora / folder).iterdir():
             assert file.stat().st_mode & 0o777 == 0o666 & ~mask, file.name
-
-
-NOT_OURS = {
-    "use_dora: True is not supported": dict(use_dora=True),
-    "init_lora_weights: pissa": dict(init_lora_weights="pissa"),
-    "peft_type: IA3": dict(peft_type="IA3"),
-    "layer_replication: ": dict(layer_replication=[[0, 1]]),
-}
-
-
-@pytest.mark.parametrize("match", NOT_OURS)
-def test_an_adapter_of_another_kind_is_refused_by_name(match, lora, tmp_path):
-    folder = peft_folder(lora, tmp_path / "peft", **NOT_OURS[match])
-    refused(match, our_logits, folder)
 
 
 def test_a_file_system_without_modes_is_good_enough(tiny, ratings, tmp_path, monkeypatch):

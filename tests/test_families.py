@@ -17,6 +17,7 @@ import transformers
 from conftest import PARITY, numbers, ranks, train
 from safetensors.torch import load_file, save_file
 from tiny_models import (
+    EYES,
     IDS,
     check_docs_table,
     load_transformers,
@@ -64,8 +65,6 @@ TURNS |= dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=900
 GEMMA3 = (
     WIDE | NEAR | dict(query_pre_attn_scalar=20, rope_parameters=TURNS, model_type="gemma3_text")
 )
-EYES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-EYES |= dict(image_size=28, patch_size=14)
 SHORT = dict(original_max_position_embeddings=48, rope_theta=1e4, partial_rotary_factor=0.75)
 SHORT |= dict(rope_type="longrope", short_factor=[1.0, 1.3, 1.7], long_factor=[4.0, 5.0, 6.0])
 CAPS = dict(query_pre_attn_scalar=20, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)

@@ -16,7 +16,7 @@ FILES |= {f"{room}.{f.stem}": f for room in ROOMS for f in ROOT.glob(f"{room}/*.
 # A file may import from its own floor and from those below; what is not named here is a program.
 FLOORS = [
     "infra",
-    "packing attention head models.hub models.lora models.quantize records",
+    "packing attention head models.hub models.lora models.quantize models.peft_folders records",
     "data",
     "objective model sampler",
     "models.load models.other models.export reference",
@@ -106,16 +106,16 @@ BUDGETS = {
     "sweep.py": 650,
     "trainer.py": 2_900,
     "infra/": 13_950,  # the signs of a sick run (health.py)
-    "models/": 12_950,  # an export writes by the names and types of the files; random rounding
+    "models/": 11_900,
     "records/": 13_600,
     "convert/": 10_100,
     "rate/": 2_200,
-    "tests/": 144_450,  # answers of generate.py, the page and iterations, and what a run learns of them
+    "tests/": 138_650,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 12_450,
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 39
-TOKENS_OF_A_RUN = 66_400  # 950 for the rules by which a setting has no effect
+TOKENS_OF_A_RUN = 65_050  # 950 for the rules by which a setting has no effect
 
 
 def n_tokens(file: Path) -> int:

@@ -25,6 +25,9 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 LLAMA3 |= dict(original_max_position_embeddings=16, rope_theta=500.0)
 LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=300.0)
 GPT2 = dict(vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=64)
+# of a vision tower
+EYES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+EYES |= dict(image_size=28, patch_size=14)
 # of litgpt's Config
 LLAMA = dict(block_size=48, n_layer=2, n_embd=24, n_head=4, intermediate_size=40)
 LLAMA |= dict(vocab_size=61, padded_vocab_size=61, n_query_groups=2, rotary_percentage=1.0)

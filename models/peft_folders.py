@@ -1,0 +1,108 @@
+"""PEFT's folders: read and merged by PEFT itself, and joined with a run's own adapters. This file is imported only if
+a model is such a folder, because PEFT is slow to import."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+from infra.console import BadInput, user_error
+from models.hub import (
+    Source,
+    check_logps,
+    plain_logps,
+    read_config,
+    read_json,
+    refuse_missing_weights,
+    short_texts,
+)
+
+# Fields of which another value would change the base (a start by a decomposition of its weights, replicated layers), or
+# would name code to import.
+VALUES = {
+    "peft_type": ["LORA"],
+    "init_lora_weights": [True, False, None, "gaussian", "eva", "orthogonal"],
+    "revision": [None, "main"],
+    "layer_replication": [None],
+    "megatron_config": [None],
+}
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises BadInput if the adapter is of a kind that PEFT would not read as it was trained."""
+    file = folder / "adapter_config.json"
+    config = read_json(file)
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    for name, value in {"peft_type": None, **config}.items():  # the type first: it has the others
+        if value not in VALUES.get(name, [value]) or (value and name not in known):
+            raise BadInput(f"{file}: {name}: {value} is not supported")
+    # before PEFT looks for a pickle
+    refuse_missing_weights(folder, [folder / "adapter_model.safetensors"])
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Within this context PEFT gives no warnings. This file refuses whatever PEFT would only warn about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@torch.no_grad()
+def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers.PreTrainedModel:
+    """transformers' model with a PEFT folder merged into its weights. Raises BadInput if a part of the folder would be
+    lost, or if the merge changes log-probs."""
+    folder = source.folder
+    _check_folder(folder)
+    head = hf.get_output_embeddings()
+    is_tied = head.weight is hf.get_input_embeddings().weight
+    if is_tied:  # PEFT would add an adapter of one of the two to both
+        head.weight = nn.Parameter(head.weight.clone())
+    with _without_advice():
+        config = peft.LoraConfig.from_pretrained(folder)
+        config.inference_mode = False  # so that exactly the adapter's weights require a gradient
+        model = peft.PeftModel(hf, config)
+        # a vision tower, which is not computed, stays as it is
+        parts = hf.get_decoder(), hf.get_output_embeddings()
+        computed = {p for part in parts for p in part.parameters()}
+        lost = [n for n, p in model.named_parameters() if p.requires_grad and p not in computed]
+        keys = model.load_adapter(folder, "default", torch_device="cpu")
+        lost += keys.unexpected_keys + keys.missing_keys
+        if lost:
+            raise BadInput(f"{folder}: its base has no place for {', '.join(lost)[:200]}")
+        texts = short_texts(hf)
+        expected_T = plain_logps(model.eval(), *texts)
+        hf = model.merge_and_unload()
+    if is_tied:
+        embedding = hf.get_input_embeddings()
+        head = hf.get_output_embeddings()
+        if not torch.equal(head.weight, embedding.weight):
+            raise BadInput(
+                f"{folder}: lm_head and the embedding differ with this adapter, but are one matrix in its "
+                "base; name a copy of the base with a lm_head.weight of its own and tie_word_embeddings false"
+            )
+        head.weight = embedding.weight
+    has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())
+    check_logps("merged", plain_logps(hf, *texts), expected_T, "PEFT's own", has_experts)
+    return hf
+
+
+def join_peft(source: Source, out: Path) -> None:
+    """Add the adapter of a PEFT folder to the adapter in the folder `out`. PEFT concatenates their matrices, with one
+    rank and one scale for all layers. source: a PEFT folder that has_lora_alone."""
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(read_config(source), dtype=torch.float32)
+    # PEFT reads none of the base's weights here, and memory that nobody touches is not taken
+    hf.to_empty(device="cpu")
+    with user_error(f"{source.folder}: PEFT cannot join it"), _without_advice():
+        model = peft.PeftModel.from_pretrained(hf, source.folder, "before", torch_device="cpu")
+        model.load_adapter(out, "own", torch_device="cpu")
+        # `own` first: the new adapter takes its other settings, such as the kind of its scale
+        model.add_weighted_adapter(["own", "before"], [1.0, 1.0], "default", "cat")
+        model.save_pretrained(out, selected_adapters=["default"], save_embedding_layers=False)
