@@ -11,8 +11,8 @@ are replaced by rated answers of another author, who makes fewer mistakes and wr
 never uses. Without this author KTO's baseline z would be 0 in nearly every step: the mean of log pi/ref over the
 reference's own samples is at most 0 (Jensen's inequality), and z is clamped there.
 
-The files are bit-equal on equal machines, with equal versions and numbers of threads. For another task, pass
-another `Task` to `make`.
+The files are bit-equal on equal machines, with equal versions and numbers of threads. `make` writes the files of any
+other `Task`.
 """
 
 import json
@@ -71,7 +71,7 @@ def slip(answer: list[str], rng: random.Random) -> list[str]:
 
 
 class Task(NamedTuple):
-    """What is asked, which answers are right, how authors make mistakes, and in which form they write."""
+    """The questions, the right answers, the mistakes of the authors, and their two forms of an answer."""
 
     words: list[str]  # the vocabulary of the task; the tokenizer learns it
     draw: Callable[[random.Random], list[str]]  # -> the words of one prompt
@@ -106,12 +106,12 @@ SORT = Task(
 
 def make(task: Task, folder: str | Path) -> None:
     """Write the files of a demo into the folder: base/, and train, val, train_pairs, val_pairs, train_demos and
-    val_demos (.jsonl). A base model that is there is used as it is."""
+    val_demos (.jsonl). An existing base model is reused."""
     folder = Path(folder)
     base = folder / "base"
     rng = random.Random(1)
-    # Making the base model draws from rng, too. The other author has a generator of their own, so that their answers
-    # are the same whether the base model is made or was there.
+    # Making the base model draws from rng, too. The other author has a separate generator, so
+    # that their answers are the same whether the base model is made or exists.
     second_rng = random.Random(2)
     words: dict[str, list[str]] = {}  # prompt -> its words
     while len(words) < TRAIN_PROMPTS + VAL_PROMPTS:

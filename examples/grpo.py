@@ -37,7 +37,7 @@ class Settings(online.Settings):
 
 
 def rate(run, prompts, answers):
-    """Advantages by the checker's verdicts on all answers of a prompt, of which a step may have a part."""
+    """Advantages by the checker's verdicts on all answers of a prompt. A step may have only some of these answers."""
     args, answered = run.cfg.online, with_answers(prompts, answers)
     # booleans, or numbers from 0 to 1
     verdicts = run.evaluator.judge(as_answers(run.tokenizer, answered, args.stop))
@@ -51,8 +51,8 @@ def rate(run, prompts, answers):
 
 
 class GRPO(Objective):
-    """The reference is the policy that gave the answers (online.reference last); no KL term. Without a
-    `reduce_tokens` of its own its loss sees the log-probs of each token."""
+    """The reference is the policy that gave the answers (online.reference last); no KL term. The default
+    `reduce_tokens` gives the loss the log-probs of each token."""
 
     record_kind, by_token = "prompts", True
 

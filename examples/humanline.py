@@ -6,8 +6,8 @@
 (A reference in bfloat16 takes only a part of what adapters have learned: docs/forks.md.)
 
 The clip and its limits are those of the authors' code (HALOs), for the mismatched pairs of z too. There the reference
-becomes the policy just before each step; the paper has every k steps (--kto.sync_interval). What differs is kto.py's: z
-is one number for the whole step, and mismatched completions come from other prompts.
+becomes the policy just before each step; the paper has every k steps (--kto.sync_interval). Two things differ, as in
+kto.py: z is one number for the whole step, and mismatched completions come from other prompts.
 
 A reference that moves makes losses of two steps two different things: judge a run by a checker.
 """

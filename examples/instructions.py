@@ -1,4 +1,4 @@
-"""Online KTO on a real model: a topic, and an instruction whose fulfilment a program can check.
+"""Online KTO on a real model. A prompt is a topic and an instruction, and a program checks whether it was followed.
 
     python examples/smollm2.py                     # the model, once: out/smollm2-135m
     python examples/instructions.py                # the data, then the run of config/smollm2_online.yaml
@@ -10,8 +10,8 @@ instruction's kind, number and words, which data.extra hands to the checker. The
 `group` (trained kinds or new ones).
 
 The kinds are chosen so that the model already follows most of them now and then: from answers that are all wrong KTO
-only learns what not to say. Left out for that reason: JSON, quotation marks, capital letters, small letters, a heading,
-a last sentence (0 of 36 right).
+only learns what not to say. There is no JSON, quotation marks, capital letters, small letters, heading or last
+sentence, because 0 of 36 answers were right.
 
 An answer that follows its instruction is still wrong if it is a cheap way out: with fewer than fifteen different
 words, or where it repeats four words in a row of the instruction. It is also wrong if it was cut at the longest length:
@@ -155,7 +155,7 @@ def instruction_of(fields: dict) -> str:
 
 def copies(completion: str, instruction: str) -> bool:
     """Whether an answer has more than LONGEST_COPY words in a row of the instruction. Words that the
-    instruction quotes are left out of both: they are what it asks for."""
+    instruction quotes do not count, because the answer must have them."""
     quoted = set(words_of(" ".join(re.findall(r'"[^"]*"', instruction))))
     runs = []
     for text in (completion, instruction):

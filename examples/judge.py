@@ -5,7 +5,7 @@
 This is online KTO; kto.main(settings=..., trainer=Judged, checker=judge) has answers judged before and after a run on
 ratings, with a group `judge` as below in its settings. Replies are kept in judge.jsonl in the run's folder, or in
 --judge.cache, as they come: a resume asks nothing twice. A reply that is neither yes nor no, or was cut, is no verdict:
-its answer gets no thumb, and is counted. Of a judge that thinks, only what follows its thoughts counts; the thoughts of
+its answer gets no thumb, and is counted. If the judge thinks, only the text after its thoughts counts; the thoughts of
 the policy are a part of its answer. Read a few replies and eval/*.json: a policy may learn to persuade its judge.
 """
 
@@ -40,7 +40,8 @@ An answer to it:
 
 Is the answer right? Think in a sentence or two. Then end with a line that is YES or NO."""
 
-# A line that says yes or no and nothing else: signs, \boxed{} and <answer> around the word, and words before a colon
+# Matches a reply's last line, which says only yes or no: signs, \boxed{} and <answer> around the word, and words
+# before a colon
 SIGNS = r"(?:[\W_]|\\\w+|</?\w+>)*"
 VERDICT = re.compile(rf"(?:.*:)?{SIGNS}(yes|no){SIGNS}")
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try
@@ -56,7 +57,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Server:
-    """Where a server is, and the key that it gets with each request."""
+    """A server's address and the key that it gets with each request."""
 
     def __init__(self, address: str, key: str | None):
         """address: `http://HOST:PORT`, which gets /v1, or with a path, such as /v1beta/openai. key: None sends none."""
@@ -81,7 +82,7 @@ class Server:
 
 def read_reply(reply: dict) -> tuple[str, bool]:
     """The text of the first choice, and whether it was cut at the longest length. Raises LookupError, TypeError or
-    AttributeError where there is none."""
+    AttributeError if it is missing."""
     choice = reply["choices"][0]
     text = choice["message"]["content"] or ""
     if isinstance(text, list):  # Mistral's form: parts of text and of thoughts
@@ -102,10 +103,10 @@ class JudgeSettings:
     key: str | None = free("OPENAI_API_KEY")
     """The environment variable that has the server's key, if it is set; null: send no key."""
     prompt: str = PROMPT
-    """What the judge is asked. {prompt}, {completion} and the fields that data.extra names, as {field}, stand for an
-    answer's own. The last line of the reply must be one of the words yes and no; words may stand before a colon."""
+    """The question to the judge. {prompt}, {completion} and {field}, for a field that data.extra names, are filled in.
+    The last line of the reply must be yes or no; it may have words and a colon before."""
     request: str = '{"temperature": 0, "max_tokens": 512}'
-    """What else is in a request, as JSON. A judge that thinks needs more max_tokens; some hosted models want
+    """Other fields of a request, as JSON. A judge that thinks needs more max_tokens; some hosted models want
     max_completion_tokens."""
     threads: PositiveInt = free(16)
     """Requests at once."""
@@ -175,7 +176,7 @@ class Judge:
         replies = {}
         if self.file.exists():
             for line in self.file.read_text(encoding="utf-8").split("\n"):
-                with suppress(ValueError):  # a killed process may leave half a line
+                with suppress(ValueError):  # a killed process may leave a torn row
                     row = json.loads(line)
                     replies[row["request"]] = row
         return replies
@@ -185,7 +186,7 @@ class Judge:
         text, cut = self.reply(body)
         row = {"request": key_of(body), "reply": text, "cut": cut}
         with self.lock, open(self.file, "a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps(row))  # a new line first: the last one may be half a line
+            file.write("\n" + json.dumps(row))  # a newline first, because the last row may be torn
 
     def reply(self, body: str) -> tuple[str, bool]:
         """The text of the server's reply, and whether it was cut."""
@@ -202,7 +203,7 @@ class Judge:
             except (OSError, HTTPException) as e:
                 fault = f"no reply as expected: {e!r}"
             except (ValueError, LookupError, TypeError, AttributeError):
-                # some servers say what is wrong in a reply with status 200
+                # some servers report an error in a reply with status 200
                 fault = f"no reply as expected: {words[:300].decode(errors='replace')!r}"
             if wait is not None:
                 time.sleep(wait)

@@ -2,8 +2,8 @@
 
     python examples/learned_z.py
 
-A head is a module, and a module's outputs reach the loss alone: so the loss takes z from the head. `make_z` gives
-what the head is fitted to, r of each example's own mismatched pair; metrics get the head's z in its place.
+Only the loss gets the outputs of a module, so the loss takes z from the head. `make_z` returns r of each example's
+mismatched pair, the target of the head. metrics get the head's z instead.
 """
 
 import torch
@@ -33,7 +33,7 @@ class LearnedZ(kto.KTO):
     def make_z(self, logratio_n, step):
         """-> (G,): r of each example's mismatched pair; the step's own z where it has none."""
         r_G = super().make_z(logratio_n, step).repeat(step.size)
-        # at the first step r is 0 but for rounding, of which AdamW would make a step of full size
+        # at the first step r is 0 up to rounding error, and AdamW would take a full step along the rounding error
         r_G[step.mismatched_index] = logratio_n.round(decimals=4)
         return r_G
 

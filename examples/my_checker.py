@@ -1,4 +1,4 @@
-"""A checker of one's own: short answers are right. Run it: python examples/my_checker.py"""
+"""Your own checker: short answers are right. Run it: python examples/my_checker.py"""
 
 from infra.console import run_cli
 from kto import main

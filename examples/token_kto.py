@@ -1,4 +1,5 @@
-"""KTO on the half of a completion's tokens whose log-ratio is farthest from 0. Run it: python examples/token_kto.py"""
+"""KTO on half of a completion's tokens: those with the log-ratios farthest from 0. Run it: python
+examples/token_kto.py"""
 
 from infra.console import run_cli
 from kto import KTO, main

@@ -1,11 +1,11 @@
-"""Online KTO with the answers of a vLLM or SGLang server, which runs in an environment of its own.
+"""Online KTO with the answers of a vLLM or SGLang server, which runs in a separate environment.
 
     python examples/vllm_server.py --engine.server http://127.0.0.1:8000
 
 It takes online.py's settings and prints the command that starts the server, which may run before or after it, also on
 another machine that sees the run's folder under the same path. Nothing of vLLM is imported: all goes over HTTP. Each
-iteration's policy is loaded from a folder of its own, whose name is the version of the server's weights: if another
-one is found there, such as another run's, the run ends. So one server serves one run.
+iteration's policy is loaded from a new folder. The folder's name is the version of the server's weights. If the server
+has another version, such as that of another run, the run ends. One server therefore serves one run.
 
 A checker of your own: online.main(settings=Settings, trainer=WithServer, checker=...).
 SPIN: spin.main(rollout=Server(EngineSettings())).
@@ -41,14 +41,14 @@ class EngineSettings:
     server: str = free("http://127.0.0.1:8000")
     """Its address."""
     kind: Literal["vllm", "sglang"] = "vllm"
-    """What it is. The lines for SGLang were tried against a stand-in, never against SGLang."""
+    """What it is. The code for SGLang was tried against a mock, never against SGLang."""
     max_gap: PositiveFloat = free(0.1)
-    """The run ends where the server's log-probs are farther from the policy's, in nats a token: then it has other
-    weights, another tokenizer or template. A smaller fault can only be seen, as engine/gap in metrics.csv."""
+    """The run ends if the server's log-probs differ from the policy's by more, in nats per token: the server then has
+    other weights, another tokenizer or template. engine/gap in metrics.csv shows smaller differences."""
     timeout: PositiveInt = free(600)
     """Seconds to wait for the server to start, and for one answer."""
     requests: PositiveInt = free(256)
-    """Prompts that the server gets at once."""
+    """Prompts that the server gets in parallel."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Server:
                 answers.append(ids)
                 logps.append(of_answer)
                 advance()
-        self.check_version()  # the server may have started anew, or have got another run's weights
+        self.check_version()  # the server may have restarted, or loaded another run's weights
         return WithLogps(answers, logps, self.args.max_gap)
 
     def wait(self, folder: Path) -> None:
@@ -106,7 +106,7 @@ class Server:
                 except (OSError, http.client.HTTPException):
                     if second == 0:
                         say(
-                            f"no server at {self.args.server} yet; in an environment of its own:\n  {command}"
+                            f"no server at {self.args.server} yet; in a separate environment:\n  {command}"
                         )
                     time.sleep(1)
                     advance()
@@ -137,15 +137,15 @@ class Server:
         version = self.request(path)["weight_version"]
         if version != self.version:
             raise Failed(
-                f"server {self.args.server}: has the weights {version}, not {self.version}: it has started "
-                "anew, or serves another run"
+                f"server {self.args.server}: has the weights {version}, not {self.version}: it has "
+                "restarted, or serves another run"
             )
 
     def answer(
         self, sampling: Sampling, max_new: int, ends: list[int], prompt: list[int], seed: int
     ) -> tuple[list[int], list[float]]:
         """One answer: its token ids and their log-probs."""
-        # all settings are given: for what a request leaves out the server may have values of its own
+        # all settings are given, because the server may have other defaults
         params = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -184,7 +184,7 @@ class Server:
         return self.request(path, json.dumps(body or {}).encode())
 
     def request(self, path: str, data: bytes | None = None) -> dict:
-        """What the server says to a GET, or with data to a POST. Raises Failed."""
+        """The server's reply to a GET, or with data to a POST. Raises Failed."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.args.server + path, data, headers)
         try:
@@ -198,7 +198,7 @@ class Server:
 
 
 class WithServer(Trainer):
-    """A run whose prompts are answered by a server."""
+    """A run that takes its answers from a server."""
 
     def __init__(self, run: Run):
         super().__init__(run)
