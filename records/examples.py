@@ -21,7 +21,7 @@ from records.forms import Kind, Record, as_turns, content_of, is_place, understa
 from records.sources import collect, decoded_records, files_of, split_sources
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
-from records.wording import Wording, digests_of_conversations, wording_of
+from records.wording import Wording, digests_of_conversations, standing_in, wording_of
 
 
 class Example(NamedTuple):
@@ -290,6 +290,7 @@ def two_ratings(pair: Example) -> list[Example]:
             completions=pair.completions[i : i + 1],
             label=label,
             rewards=(pair.rewards[i], None),
+            wording=pair.wording._replace(answers=pair.wording.answers[i : i + 1]),
         )
         ratings.append(rating)
     return ratings
@@ -378,6 +379,8 @@ def count_known(held_out: list[Example], train: list[Example], counts: Counter) 
             counts["which are in data.train, too"] += 1
         elif hash(example.prompt_key) in known_prompts:
             counts["whose prompt is in data.train, with other answers"] += 1
+    n = standing_in([e.wording for e in train], [e.wording for e in held_out])
+    counts["whose answer stands in a prompt of data.train"] += n
 
 
 def numbered(examples: list[Example]) -> list[Example]:

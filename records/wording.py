@@ -1,11 +1,12 @@
-"""Which records belong to one conversation.
+"""Which records belong to one conversation, and which held-out answers stand in a training prompt.
 
-Reading order: Wording, which is what is compared; digests_of_conversations, for data.split.
+Reading order: Wording, which is what is compared; digests_of_conversations for data.split; standing_in for the table.
 """
 
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from typing import NamedTuple
 
 from records.forms import Record, as_turns, content_of
@@ -18,6 +19,11 @@ class Wording(NamedTuple):
     """How the conversation begins: all turns up to the user's first one, or the whole prompt of a plain record."""
     digest: bytes
     """The hash of the beginning, or of the prompt's token ids if the record is plain."""
+    in_prompt: list[str]
+    """Each answer in the prompt, together with the turn before it, or the whole prompt of a plain record."""
+    answers: list[str]
+    """The record's own answers, together with the turn before them, or with the prompt of a plain record. An empty
+    answer is an empty text."""
     links: list[str]
     """Two records with one of these in common are of one conversation: the conversation_id, and the user's first
     question with its answer, because a system prompt may change from answer to answer."""
@@ -25,36 +31,50 @@ class Wording(NamedTuple):
 
 def wording_of(record: Record, by_template: bool, prompt_ids: bytes) -> Wording:
     """by_template: whether the record is written as messages. prompt_ids: the token ids of the prompt."""
+    if by_template:
+        return wording_of_messages(record)
+    prompt = words(record.prompt)
+    answers = []
+    for completion in record.completions:
+        answer = words(completion)
+        answers.append(prompt + answer if answer else "")
+    digest = hashlib.sha256(prompt_ids).digest()
     links = [record.conversation_id] if record.conversation_id else []
-    if not by_template:
-        return Wording(words(record.prompt), hashlib.sha256(prompt_ids).digest(), links)
+    return Wording(prompt, digest, [prompt], answers, links)
+
+
+def wording_of_messages(record: Record) -> Wording:
     turns = as_turns(record.prompt)
-    begun = ""
+    first_words = ""  # of the answer, in the prompt
     if record.continues:
-        begun = turns[-1]["content"]
+        first_words = turns[-1]["content"]
         turns = turns[:-1]
     texts = [words_of_turn(turn) for turn in turns]
+    in_prompt = []
+    for i, turn in enumerate(turns):
+        if i > 0 and turn["role"] == "assistant":
+            in_prompt.append(hash_of([texts[i - 1], texts[i]]))
+    answers = []
+    for completion in record.completions:
+        turn = {"content": completion} if isinstance(completion, str) else completion
+        content = first_words + (content_of(completion) or "")
+        answer = words_of_turn({**turn, "role": "assistant", "content": content})
+        answers.append(hash_of([*texts[-1:], answer]) if answer else "")
+    links = [record.conversation_id] if record.conversation_id else []
     roles = [turn["role"] for turn in turns] + ["user"]
     n = roles.index("user") + 1  # turns up to the first question
-    answers = texts[n : n + 1]
     if len(turns) == n:
-        answers = [words_of_answer(begun, completion) for completion in record.completions]
-    for answer in filter(None, answers):
-        links.append(hash_of([texts[n - 1], answer]))
+        links += filter(None, answers)
+    elif len(turns) > n:
+        links.append(hash_of(texts[n - 1 : n + 1]))
     beginning = hash_of(texts[:n])
-    return Wording(beginning, hashlib.sha256(beginning.encode()).digest(), links)
+    digest = hashlib.sha256(beginning.encode()).digest()
+    return Wording(beginning, digest, in_prompt, answers, links)
 
 
 def words(text: str) -> str:
     """The words and signs of a text, each followed by a blank. So `In` does not begin with `I`, but `I am` does."""
     return "".join(f"{word} " for word in re.findall(r"\w+|[^\w\s]", text))
-
-
-def words_of_answer(begun: str, completion: str | dict) -> str:
-    """The words of a completion. begun: the beginning of its turn, which is in the prompt."""
-    turn = {"content": completion} if isinstance(completion, str) else completion
-    content = begun + (content_of(completion) or "")
-    return words_of_turn({**turn, "role": "assistant", "content": content})
 
 
 def words_of_turn(turn: dict) -> str:
@@ -71,6 +91,9 @@ def words_of_turn(turn: dict) -> str:
 
 def hash_of(texts: list[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+# ---- one conversation ----------------------------------------------------------------------------
 
 
 def digests_of_conversations(records: list[Wording]) -> list[bytes]:
@@ -105,3 +128,22 @@ def digests_of_conversations(records: list[Wording]) -> list[bytes]:
     joined = {digest: hashlib.sha256(smallest(digest)).digest() for digest in smaller}
     joined |= {smallest(digest): new for digest, new in joined.items()}
     return [joined.get(digest, digest) for digest in digests]
+
+
+# ---- answers in prompts --------------------------------------------------------------------------
+
+
+def standing_in(prompts: list[Wording], records: list[Wording]) -> int:
+    """How many records have an answer that one of the prompts has behind the same question."""
+    distinct: set[str] = set()
+    for record in prompts:
+        distinct.update(record.in_prompt)
+    texts = sorted(distinct)
+    n = 0
+    for record in records:
+        for answer in filter(None, record.answers):
+            i = bisect_left(texts, answer)
+            if i < len(texts) and texts[i].startswith(answer):
+                n += 1
+                break
+    return n

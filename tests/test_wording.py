@@ -1,4 +1,4 @@
-"""data.split keeps a conversation together."""
+"""data.split keeps a conversation together, and the table counts held-out answers that stand in training prompts."""
 
 import json
 
@@ -8,6 +8,8 @@ from test_data import parts_of
 from tokens import bos, bot, chat, plain, rated, user, write
 
 from infra.settings import Data
+
+COUNT = "whose answer stands in a prompt of data.train"
 
 
 def turns(*texts: str) -> list[dict]:
@@ -98,3 +100,57 @@ def test_all_rated_messages_of_one_chat_are_in_one_part(tmp_path):
     answers = [[e.completions[0].tobytes() for e in parts[name]] for name in ("train", "val")]
     assert len(answers[0]) + len(answers[1]) == 80 and min(map(len, answers)) > 24
     assert not set(answers[0]) & set(answers[1])
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+HELD_OUT = rated(turns("q"), "It is thyme.")
+PLAIN = rated("User: q\nBot:", " It is thyme.")
+STANDS = {  # a prompt of data.train, a held-out record, whether the answer stands there
+    "behind its question": (turns("q", "It is thyme.", "why?"), HELD_OUT, True),
+    "with other blanks": (turns("q", " It  is thyme.\n", "why?"), HELD_OUT, True),
+    "under another system prompt": (
+        [system("s"), *turns("q", "It is thyme.", "why?")],
+        HELD_OUT,
+        True,
+    ),
+    "in the middle": (turns("p", "o", "q", "It is thyme.", "why?"), HELD_OUT, True),
+    "without its thinking": (
+        turns("q", "It is thyme.", "why?"),
+        rated(turns("q"), "<think>Hm</think>It is thyme."),
+        True,
+    ),
+    "begun by the prompt": (
+        turns("q", "It is thyme.", "why?"),
+        rated(turns("q", "It is"), " thyme."),
+        True,
+    ),
+    "as a chosen one": (
+        turns("q", "It is thyme.", "why?"),
+        {"prompt": turns("q"), "chosen": "It is thyme.", "rejected": "No."},
+        True,
+    ),
+    "another answer": (turns("q", "It is sage.", "why?"), HELD_OUT, False),
+    "behind another question": (turns("p", "It is thyme.", "why?"), HELD_OUT, False),
+    "as a turn of the user": (turns("q", "a", "It is thyme."), HELD_OUT, False),
+    "an empty one": (turns("q", "a", "why?"), rated(turns("q"), ""), False),
+    "plain": ("User: q\nBot: It is thyme.\nUser: why?\nBot:", PLAIN, True),
+    "plain, another answer": ("User: q\nBot: It is thymeless\nUser: why?\nBot:", PLAIN, False),
+    "plain, an empty one": ("User: q\nBot: It is\nUser: why?\nBot:", rated("User: q\n", ""), False),
+}
+
+
+@pytest.mark.parametrize("prompt, record, stands", STANDS.values(), ids=STANDS)
+@pytest.mark.parametrize("held_out", ["val", "test"])
+def test_the_table_counts_held_out_answers_that_stand_in_a_training_prompt(
+    prompt, record, stands, held_out, tmp_path
+):
+    train = write(tmp_path / "t.jsonl", rated("o", "n"), rated(prompt, "Because."))
+    other = write(tmp_path / "v.jsonl", rated("k", "l"), record)
+    tokenizer = plain() if isinstance(prompt, str) else chat()
+    settings = Data(
+        train, max_prompt=3, **{held_out: other}
+    )  # prompts are compared before they are cut
+    _, table = parts_of(settings, tokenizer=tokenizer)
+    before, _, rest = " ".join(table).partition(f"{held_out}: ")
+    assert (f", 1 {COUNT}" in rest) == stands and COUNT not in before
