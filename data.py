@@ -371,6 +371,6 @@ def fill(
 
 if __name__ == "__main__":  # python data.py FILE [--model M] shows a file as a run would see it
     from infra.console import run_cli
-    from records.page import page
+    from preview import main
 
-    run_cli(page)
+    run_cli(main)

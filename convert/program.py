@@ -18,8 +18,8 @@ from convert.reader import Reader, converted
 from infra.console import BadInput, user_error
 from infra.parse import parse_command, read_yaml
 from infra.settings import find_path, read_text, split_commas
+from preview import show_record
 from records.forms import as_text, refuse_half_characters, understand_record
-from records.show import show_record
 from records.sources import decoded_records, files_of, split_sources
 
 FORMS = Path(__file__).parent / "forms"

@@ -10,7 +10,5 @@ tokenizer.py  a Record becomes text, and then token ids
 template.py   what tokenizer.py asks for the text of messages: the model's chat template, and the check
               that it leaves nothing out
 wording.py    which records are of one conversation, and which held-out answers stand in a training prompt
-page.py       `python data.py FILE`: a file as a run would see it
-show.py       a record as turns
 answer.py     the record of an answer, which generate.py, the page for thumbs and iterations write
 """

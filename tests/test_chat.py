@@ -17,12 +17,12 @@ from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+import preview
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
 from records.examples import Example, load_examples
 from records.forms import Record, understand_record
-from records.page import page
 from records.tokenizer import Tokenizer, template_kwargs
 
 sys.path.append(str(tokens.CHAT))
@@ -67,7 +67,7 @@ def shown(monkeypatch, capsys):
 
     def shown(*argv) -> str:
         monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
-        page()
+        preview.main()
         return capsys.readouterr().out
 
     return shown

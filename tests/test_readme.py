@@ -78,8 +78,8 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
             argv += ["--max_steps", "1", "--eval.prompts", "2", "--eval.samples", "0"]
             argv = [a.replace("1,2", "1").replace("0.1,0.3", "0.3") for a in argv]
         monkeypatch.setattr(sys, "argv", [program, *argv])
-        module = "records.page" if program == "data.py" else program.removesuffix(".py")
-        main = import_module(module).main if program != "data.py" else import_module(module).page
+        module = "preview" if program == "data.py" else program.removesuffix(".py")
+        main = import_module(module).main
         try:
             main()
         except SystemExit as e:

@@ -17,7 +17,6 @@ from tiny_models import HF, IDS, logits, made, refused, same, same_weights
 from models import load
 from models.export import export
 from models.hub import Source, find_model
-from records.page import page
 from run import weights_hash
 
 
@@ -105,7 +104,7 @@ def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
     assert find_model("mistralai/a").folder == tmp_path and got == files
     got.clear()
     monkeypatch.setattr(sys, "argv", ["data.py", "d.jsonl", "--model", "mistralai/a"])
-    refused("config.json", page)
+    refused("config.json", preview.main)
     assert got == files[:-1], "a page of data needs no weights"
 
 

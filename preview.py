@@ -1,26 +1,25 @@
-"""`python data.py FILE`: what is in a file, as a run would see it.
+"""`python data.py FILE` shows what is in a file, as a run would see it. `python -m convert FILE` shows records, too.
 
-Reading order: page; parse_page (its command line); the first records as turns, which show.py prints.
+Reading order: main; parse_preview (its command line); show_record.
 """
 
 import sys
+import textwrap
+import unicodedata
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 
 from infra.parse import parse_command
 from infra.settings import Data, split_commas
-from models.hub import context_of, find_model, read_config
-from records.examples import load_splits, with_limits
-from records.forms import Kind, understand_record
-from records.show import show_record
+from records.forms import Kind, Record, as_turns, content_of, understand_record
 from records.sources import decoded_records, files_of, split_sources
-from records.tokenizer import Tokenizer
 
 UNLIMITED = 10**9  # tokens
+LINES = 8  # of a turn, at most
 
 
 @dataclass(frozen=True)
-class PageSettings:
+class PreviewSettings:
     """Which file to show, and for which model."""
 
     data: Data
@@ -31,9 +30,14 @@ class PageSettings:
     """What is learned from: rated (kto.py), paired (dpo.py), demonstrations (spin.py), prompts (online.py)."""
 
 
-def page() -> None:
+def main() -> None:
     """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
-    settings = parse_page(sys.argv[1:])
+    # python -m convert, which needs show_record, starts without torch
+    from models.hub import context_of, find_model, read_config
+    from records.examples import load_splits, with_limits
+    from records.tokenizer import Tokenizer
+
+    settings = parse_preview(sys.argv[1:])
     data = settings.data
     source = find_model(settings.model or "demo/base", weights=False)
     if settings.model:
@@ -53,7 +57,7 @@ def page() -> None:
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")
 
 
-def parse_page(words: list[str]) -> PageSettings:
+def parse_preview(words: list[str]) -> PreviewSettings:
     """The settings of a command line, in which --split is --data.split. Raises BadInput."""
     if words and not words[0].startswith("--"):
         words = ["--train", *words]
@@ -63,7 +67,7 @@ def parse_page(words: list[str]) -> PageSettings:
         name = word.removeprefix("--").partition("=")[0]
         is_short = word.startswith("--") and name in names
         long_words.append(word.replace("--", "--data.", 1) if is_short else word)
-    return parse_command(PageSettings, page.__doc__, long_words)
+    return parse_command(PreviewSettings, main.__doc__, long_words)
 
 
 def show_first_of_each_kind(data: Data, kind: Kind) -> None:
@@ -77,3 +81,47 @@ def show_first_of_each_kind(data: Data, kind: Kind) -> None:
                 show_record(where, record)
             if len(titles) == 2 or kind != "rated":
                 return
+
+
+# ---- a record as turns ---------------------------------------------------------------------------
+
+
+def show_record(where: str, record: Record) -> None:
+    """Print a record as turns, at most 80 columns wide."""
+    title = {
+        True: "up",
+        False: "down",
+        None: "a pair" if len(record.completions) == 2 else "unrated",
+    }
+    print(f"\n{title[record.label]} ({where}):")
+    if isinstance(record.prompt, str) and not record.instruct:
+        show_turn("prompt", record.prompt)
+    else:
+        for turn in as_turns(record.prompt):
+            show_turn(turn["role"], words_of(turn))
+    names = ["chosen", "rejected"] if len(record.completions) == 2 else ["answer"]
+    for name, completion in zip(names, record.completions):
+        show_turn(name, words_of(completion))
+
+
+def words_of(turn: str | dict) -> str:
+    """The text of a turn, or what it has in place of one."""
+    calls = isinstance(turn, dict) and turn.get("tool_calls")
+    return content_of(turn) or ("(a call of tools)" if calls else "(empty)")
+
+
+def show_turn(name: str, text: str) -> None:
+    wide = any(unicodedata.east_asian_width(x) in "WF" for x in text)  # two columns a character
+    lines = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(line, 34 if wide else 68, replace_whitespace=False) or [""]
+    if len(lines) > LINES:
+        lines[LINES:] = [f"[{len(lines) - LINES:,} more lines]"]
+    for line in lines or [""]:
+        letters = "".join(map(printable, line))
+        print(f"  {name:10}{letters}".rstrip())
+        name = ""  # it stands before the first line only
+
+
+def printable(letter: str) -> str:
+    return letter if letter.isprintable() else "?"
