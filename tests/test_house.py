@@ -16,7 +16,7 @@ FILES |= {f"{room}.{f.stem}": f for room in ROOMS for f in ROOT.glob(f"{room}/*.
 # A file may import from its own floor and from those below; what is not named here is a program.
 FLOORS = [
     "infra",
-    "packing attention head models.hub models.lora models.quantize models.peft_folders records",
+    "packing attention head models.hub models.lora models.quantize models.peft_folders records preview",
     "data",
     "objective model sampler",
     "models.load models.other models.export reference",

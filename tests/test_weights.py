@@ -14,6 +14,7 @@ from conftest import train
 from safetensors.torch import load_file, save_file
 from tiny_models import HF, IDS, logits, made, refused, same, same_weights
 
+import preview
 from models import load
 from models.export import export
 from models.hub import Source, find_model
