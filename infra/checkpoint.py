@@ -1,4 +1,4 @@
-"""A run on disk: its folder, its lock, its checkpoints, and what a resume must have in common with the run.
+"""A run on disk: its folder, its lock and its checkpoints, and the checks of a resume.
 
 | in the run's folder | holds |
 | --- | --- |
@@ -61,7 +61,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 @dataclass
 class RunState:
-    """What a checkpoint holds besides tensors."""
+    """The part of a checkpoint that is not tensors."""
 
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the model, the reference, the tokenizer and the data, and the program's name. A resume must find the
@@ -216,8 +216,8 @@ def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> Non
 def begin_run(
     out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str], code: str
 ) -> RunState:
-    """Write the settings into the folder, and rename the checkpoints of steps after the one from which the run resumes.
-    -> the state that the run begins with. Raises BadInput if the models are not those of the checkpoint."""
+    """Write the settings into the folder. A resume also renames the checkpoints of later steps. Returns the state that
+    the run begins with. Raises BadInput if the models are not those of the checkpoint."""
     check_resumed_hashes(checkpoint, hashes)  # now with those of the weights
     state = RunState(hashes=hashes, code=code)
     if checkpoint:
@@ -245,8 +245,8 @@ def begin_run(
 
 def versions() -> str:
     """The project's commit, if this is a git clone, and the versions of torch and lightning."""
-    # Git must know this file: otherwise the commit is that of another project, in whose clone this code lies. The shell
-    # raises nothing if git is not installed.
+    # If git does not know this file, the code lies in the clone of another project, and the commit would be that
+    # project's. The shell raises nothing if git is not installed.
     command = "git ls-files --error-unmatch infra/checkpoint.py >/dev/null && "
     command += "git describe --always --dirty '--exclude=*'"
     git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
@@ -342,9 +342,9 @@ def read_tensors(
     folder: Path,
     place: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor | None],
 ) -> dict[str, torch.Tensor]:
-    """Read tensors of a checkpoint. place(kind, name, size, dtype) returns the tensor to read into, or None to skip
-    this one. A rank reads the shards that it holds; any number of ranks may have written them. -> the tensors by
-    `kind|name`"""
+    """Read tensors of a checkpoint, and return them by `kind|name`. place(kind, name, size, dtype) returns the tensor
+    to read into. It returns None if this tensor is not wanted. A rank reads the shards that it holds. Any number of
+    ranks may have written them."""
     reader = HuggingFaceStorageReader(str(folder))
     tensors = {}
     for key, saved in reader.read_metadata().state_dict_metadata.items():

@@ -12,27 +12,25 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-# torch reads it in the processes that this one launches. Otherwise a rank whose peer has died would print a C++ stack
-# beside our line.
+# torch reads this in the processes that this one launches. Otherwise a rank prints a C++ stack beside our line if
+# another rank has died.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 launched = []  # the Fabric of several processes: an error here ends the processes that it launched
 
 
 class BadInput(ValueError):
-    """The user gave something wrong. The text is the whole message, a line for each fault, such as
-    `file:line: field: reason`. Exit code 2."""
+    """The user gave something wrong. The text is the message. It has one line per fault, `file:line: field: reason`.
+    Exit code 2."""
 
 
 class Failed(RuntimeError):
-    """The run cannot go on, and no setting or file of the user is wrong. The text is the whole message.
-    Exit code 1."""
+    """The run cannot continue, although the settings and files are right. The text is the message. Exit code 1."""
 
 
 class Interrupted(BaseException):
-    """A signal ends the run between two units of work, such as two tokens or two
-    micro-batches without a gradient (devices.Stop). Not an Exception, because a checker's own
-    `except Exception` must let it through."""
+    """A signal ends the run between two units of work, such as two tokens or two micro-batches without a gradient
+    (devices.Stop). It is a BaseException because a checker may have an `except Exception` of its own."""
 
 
 FIRST_PROCESS = (
@@ -41,7 +39,7 @@ FIRST_PROCESS = (
 
 
 def launcher() -> str:
-    """Who has started the processes of this run: torchrun, srun, Fabric, or "" if this is the only one so far."""
+    """Who has started the processes of this run: torchrun, srun or Fabric. An empty text means that nobody has."""
     env = os.environ
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= env.keys():
         return "torchrun"
@@ -68,7 +66,7 @@ def command_line() -> list[str]:
 
 
 def program_name(objective: object) -> str:
-    """The program as a resume compares it; in a cell, where the objective may be the cell's own, by its class."""
+    """The program's name, which a resume compares. A cell is in no file, so its objective's class is named."""
     if in_cell():
         return f"{type(objective).__name__} in a notebook"
     return Path(sys.argv[0]).name
@@ -82,7 +80,7 @@ def program_file(objective: object) -> Path:
 
 
 def command_to(words: list[str]) -> str:
-    """What a user types to start this program again with these arguments."""
+    """The command that starts this program again with these arguments."""
     if in_cell():
         return f"main({words}), and with what else you gave it"
     return shlex.join(["python", sys.argv[0], *words])
@@ -125,13 +123,13 @@ class Work:
             say(f"{self.title}: {self.done:,}")
 
 
-_works: list[Work] = []  # what is going on, the innermost last
+_works: list[Work] = []  # the innermost last
 
 
 @contextlib.contextmanager
 def progress(title: str, total: int | None, silent: float = 5) -> Iterator[None]:
-    """Show how far the work within is, in units that it counts by advance(); total: None if it is not known. Nothing
-    in the first `silent` seconds; then a line at least so many seconds apart, up to 60."""
+    """Show how far the work within is. The work counts its units by advance(). total: None if it is unknown. Nothing is
+    printed in the first `silent` seconds. Then the lines are at least so many seconds apart, up to 60."""
     now = time.monotonic()
     _works.append(Work(title, total, silent, now, now))
     try:
@@ -157,7 +155,7 @@ def user_code(what: str) -> Iterator[None]:
     its place in the user's own files: `checker: mine.py:12: TimeoutError: the judge is busy`."""
     try:
         yield
-    except (BadInput, Failed):  # the function has said itself what is wrong
+    except (BadInput, Failed):  # the function has a message of its own
         raise
     except Exception as e:
         parts = [what, own_line(e), type(e).__name__, text_in_one_line(e)]

@@ -28,7 +28,7 @@ from infra.launchers import resolve_processes
 from infra.rounding import round_at_random
 from infra.settings import RunSettings, refuse_unless
 
-# Nearly every batch has a new size, which fragments a GPU's memory unless segments can be expanded: GPT-2 1.5B with
+# Nearly every batch has a new size, which fragments a GPU's memory if segments cannot be expanded. GPT-2 1.5B with
 # 16,384 tokens would reserve up to 84 GB instead of 69 GB. torch reads this variable when it first uses a GPU, so it is
 # set here. The user's own setting stays. In Windows' Linux (WSL 2) some drivers refuse such segments.
 in_wsl = "microsoft" in platform.release().lower()
@@ -117,8 +117,8 @@ LONGEST_WAIT = timedelta(days=1)
 
 
 class DDP(DDPStrategy):
-    """Fabric's DDPStrategy without its side stream. Gradients would be accumulated in the stream in which Fabric wraps
-    the model. That stream would wait for the backward's stream each time, and torch warns about it."""
+    """Fabric's DDPStrategy without its side stream. Fabric wraps the model in a side stream, so gradients would be
+    accumulated there. The side stream would wait for the backward's stream in each step, and torch would warn."""
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         device_ids = self._determine_ddp_device_ids()
@@ -126,7 +126,8 @@ class DDP(DDPStrategy):
 
 
 def launch(cfg: RunSettings, shard: Callable) -> Fabric:
-    """A Fabric whose processes all run, with the same seed. shard(module, mesh) shards a model for strategy fsdp."""
+    """Start all processes, with the same seed, and return their Fabric. shard(module, mesh) shards a model for strategy
+    fsdp."""
     prepare_machine()
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -166,7 +167,7 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
 
 
 def leave_process_group(fabric: Fabric) -> None:
-    """End the processes together, after their models have been freed: gloo sometimes aborts if a model is alive when
+    """End the processes together, after their models have been freed. gloo sometimes aborts if a model is alive when
     its process group is destroyed (pytorch issue 190489)."""
     launched.clear()
     if torch.distributed.is_initialized():
@@ -194,8 +195,8 @@ def reduce_number(number: float, op: str, device: torch.device) -> float:
 
 
 def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
-    """Call work() on rank 0. -> what it returns, on all ranks; a BadInput, Failed or OSError is raised
-    on all ranks. A collective: no collective may be in `work`."""
+    """Call work() on rank 0 and return its result on all ranks. A BadInput, Failed or OSError is raised on all ranks. A
+    collective, so `work` may not call another collective."""
     answer = error = None
     if fabric.global_rank == 0:
         try:
@@ -266,7 +267,7 @@ def set_weights(
 def moved(
     x: torch.Tensor, target: torch.Tensor, share: float, seed: int, name: str
 ) -> torch.Tensor:
-    """A weight after a move by a share towards the target, in its own dtype. seed, name: see round_at_random."""
+    """x, moved by a share towards the target, in the dtype of x. seed, name: see round_at_random."""
     wide = torch.promote_types(x.dtype, torch.float32)
     exact = x.to(wide).lerp(target.to(wide), share)
     return round_at_random(exact, x.dtype, name, seed)
@@ -282,7 +283,7 @@ class Stop:
     units of work. A step is never stopped between two micro-batches. After the first signal a Ctrl-C ends the process
     at once. A second SIGUSR1 or SIGTERM does not, because schedulers send one after the other and kill later.
 
-    reason: the name of the signal on which the ranks have agreed, or stop_at; empty if the run continues.
+    reason: the name of the signal on which the ranks have agreed. It is empty if the run continues.
     signal: the number of the signal that this rank got, or 0.
     """
 

@@ -23,7 +23,7 @@ def set_mode(file: Path, mode: int) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is whole or not there, also after a kill. Of a link, the file that it leads to."""
+    """Write a file so that it is whole or not there, also after a kill. A link stays, and its target is written."""
     path = path.resolve()
     new = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(exist_ok=True)
@@ -48,8 +48,8 @@ def as_lines(rows: list[dict]) -> str:
 def publish_folder(
     fabric: Fabric, write: Callable[[Path], Any], out: Path, on_every_rank: bool = False
 ) -> None:
-    """Make the folder `out` so that it is whole or not there: write(folder) makes the files in a folder
-    beside it, which is then renamed. Rank 0 writes, or every rank. A collective. Raises Failed."""
+    """Make the folder `out` so that it is whole or not there. write(folder) makes the files in a temporary folder
+    beside it. Then the temporary folder is renamed. Rank 0 writes, or every rank. A collective. Raises Failed."""
     new = out.with_name(f".{out.name}.tmp")
     old = out.with_name(f".{out.name}.old.tmp")
 

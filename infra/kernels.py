@@ -40,7 +40,7 @@ class RMSNorm(torch.autograd.Function):
 
 class Rotation(torch.autograd.Function):
     """Rotary positions: of a head's D numbers, i and i + D / 2 are turned as one point of a plane.
-    A function of its own because autograd's backward would also negate, join and copy halves of heads."""
+    The backward of autograd would also negate, join and copy halves of heads."""
 
     @staticmethod
     def forward(
@@ -70,8 +70,8 @@ def rotate(x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor) -> tor
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. The backward computes silu(gate) again. Autograd would save silu(gate), which is as
-    wide as the MLP, for each layer beside gate, up and the product."""
+    """silu(gate) * up. The backward computes silu(gate) again. Autograd would save one more tensor per layer, as wide
+    as the MLP."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Who has started the processes of a run: torchrun, srun, or nobody, and then Fabric starts them."""
+"""Who has started the processes of a run: torchrun or srun. If nobody has, Fabric starts them."""
 
 import ctypes
 import os
@@ -14,8 +14,8 @@ def resolve_processes(devices: int) -> tuple[int, int]:
     """-> processes on a node, and nodes: the setting `devices` on one node, or what torchrun or srun has started. After
     it the environment has torchrun's variables, or none of them if Fabric starts the processes.
 
-    Fabric's own search for a launcher is not used: it takes SLURM_NTASKS for srun's processes, but sbatch sets
-    that variable for a script, too. Raises BadInput."""
+    Fabric's own search for a launcher is not used. It takes SLURM_NTASKS for srun's processes, but sbatch sets that
+    variable for a script, too. Raises BadInput."""
     env = os.environ
     started_by = launcher()
     if started_by == "srun":
@@ -50,7 +50,7 @@ def use_torchruns_variables() -> None:
 
 def prepare_fabric_launch(devices: int) -> None:
     """Remove the variables of torchrun that another program has left, which the processes that Fabric starts would
-    inherit. Raises BadInput for processes that another launcher has started: each would be a run of its own."""
+    inherit. Raises BadInput if another launcher has started several processes, because each would be a separate run."""
     env = os.environ
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
         n = env.get(name, "1")

@@ -1,8 +1,8 @@
-"""What a run writes besides checkpoints: csv files, eval/step-N.json, a tracker, lines and tables; and the
-numbers that a row is made of.
+"""The files of a run besides checkpoints: metrics.csv, val.csv and eval/step-N.json. Also its trackers, the lines on
+the terminal, and a step's speed and memory.
 
-metrics.csv (training) and val.csv (validation) survive a kill: a resume removes the rows after its
-checkpoint's step and writes them again.
+metrics.csv (training) and val.csv (validation) survive a kill. A resume removes the rows after its checkpoint's step
+and writes them again.
 """
 
 import csv
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from infra import health
-from infra.console import Failed, duration, rank, say, user_code, user_error
+from infra.console import duration, rank, say, user_error
 from infra.files import write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
@@ -77,7 +77,7 @@ class Throughput:
 
 
 def cut_rows(path: Path, last: int) -> None:
-    """Remove the rows of a csv file after step `last` (-1: all), and half a row of a killed process."""
+    """Remove the rows of a csv file after step `last`, and half a row of a killed process. -1 removes all rows."""
     *lines, _torn = path.read_text().split("\n") if path.exists() else [""]
     rows = [line for line in lines[1:] if int(line.split(",")[0]) <= last]
     if rows:
@@ -87,8 +87,8 @@ def cut_rows(path: Path, last: int) -> None:
 
 
 def add_row(path: Path, row: dict) -> None:
-    """Add a row to a csv file. The names in the file's first row are its columns: a later name that is not
-    among them is dropped; a missing one, or None, is an empty cell."""
+    """Add a row to a csv file. The file's first row names its columns. A name that is not a column is dropped. A
+    missing name, or None, is an empty cell."""
     with open(path, "a+", encoding="utf-8", newline="") as file:
         file.seek(0)
         names = csv.DictReader(file).fieldnames
@@ -152,11 +152,11 @@ def begin_wandb(cfg: RunSettings) -> Track:
 
 
 class Logger:
-    """Rows, samples and progress of a run. It begins by removing the rows after last_step. On ranks other than 0
-    every method does nothing.
+    """Rows, samples and progress of a run. A new Logger removes the rows after last_step. On ranks other than 0 every
+    method is a no-op.
 
-    last_step: the step of the checkpoint from which a resume goes on; -1 for a new run.
-    unvalidated: whether the validation of that step has yet to be done.
+    last_step: the step of the checkpoint from which a run resumes, or -1 for a new run.
+    unvalidated: whether the validation of that step is not done yet.
     """
 
     def __init__(self, cfg: RunSettings, last_step: int, unvalidated: bool):
@@ -188,8 +188,8 @@ class Logger:
             )
 
     def step(self, step: int, row: dict, seconds: float) -> None:
-        """Write a step's row of metrics.csv, and show it: about twenty lines a run, or one a minute. seconds: how long
-        the step took."""
+        """Write a step's row of metrics.csv. About twenty rows a run, or one a minute, are shown. seconds: how long the
+        step took."""
         if not self.main:
             return
         self._write("metrics.csv", step, row)
@@ -201,7 +201,7 @@ class Logger:
             return
         self.shown = step
         if self.cfg.progress:
-            # the time before the first step, in which it is read and loaded, is no part of the ETA
+            # the ETA does not count the time of loading before the first step
             left = (now - self.began) / (step - self.first + 1) * (self.total - step)
             # without accuracy, which needs more than one step
             cells = " ".join(format_cells(row | {"accuracy": None}))
@@ -234,12 +234,7 @@ class Logger:
         add_row(self.out / file, {"step": step} | row)
         if self.track:
             numbers = {prefix + name: value for name, value in row.items() if value is not None}
-            try:
-                with user_code(f"logger: {self.cfg.logger}"):
-                    self.track(step, numbers)
-            except Failed as e:  # the network is away, or a key has expired
-                self.track = None
-                say(f"{e}; left out from here on, {file} goes on")
+            self.track(step, numbers)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -247,7 +242,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def format_cells(row: dict) -> list[str]:
-    """The values of `row` that the console shows, as texts. A missing column and None are left out."""
+    """The values of `row` that the console shows, as texts. A missing column or None has no text."""
     formats = dict(CELLS)
     if row.get("kl/clamped"):  # a bare "kl 0.0000" would look like a bug
         formats["kl"] = "kl 0 (clamped)"

@@ -128,7 +128,7 @@ def lr_at(step: int, plan: Plan, optim: Optim) -> float:
 
 
 def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
-    """A line that says how many weights are trained."""
+    """A line with the number of weights that are trained."""
     n = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     n_all = sum(p.numel() for p in policy.parameters())
     how = f"adapters of rank {lora.rank} on {lora.targets}" if lora.rank else "no lora.rank"

@@ -1,8 +1,8 @@
 """Settings from files, the command line and the demo's defaults.
 
 jsonargparse checks the values and prints the help. The order of files and options, the nearest name, and one line for
-each error are ours. A value in a file means what the same letters mean on the command line: the setting's type decides
-whether 0010 or no is a text, a number or a boolean.
+each error are ours. A value in a file means the same as on the command line. The setting's type decides whether 0010 or
+no is a text, a number or a boolean.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
     """Settings of type `cls` from the command line (or from argv). Command-line options override
     --config files, wherever they stand; a later file overrides an earlier one.
 
-    Without --model and --config the run starts from `demo`, a file of config/. With one of them it is the user's own
-    run, which must name data.train. With data.train alone the demo's model stays, but neither its validation data nor
-    its checker. --help begins with the docstring of the file of the objective, which may be a fork's. Raises BadInput.
+    Without --model and --config the run starts from `demo`, a file of config/. If --data.train is given, the demo's
+    model stays, but its validation data and its checker do not. A run with --model or --config must name data.train.
+    --help begins with the docstring of the objective's file, which may be a fork's. Raises BadInput.
     """
     words = command_line()[1:] if argv is None else argv
     names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
@@ -147,8 +147,8 @@ def refuse_moved_run(files: list[str], out_dir: object) -> None:
 
 
 class Texts(yaml.SafeLoader):
-    """YAML whose plain values stay texts, except null. A key that is given twice is an error. PyYAML alone would read
-    `no` as False, 0010 as 8, 10:30 as 630 and 2026-01-31 as a date, and would take the last of two equal keys."""
+    """YAML in which plain values stay texts, except null. A key that is given twice is an error. PyYAML alone would
+    read `no` as False, 0010 as 8, 10:30 as 630 and 2026-01-31 as a date, and would take the last of two equal keys."""
 
     yaml_implicit_resolvers = {
         letter: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]

@@ -21,8 +21,8 @@ def generator_of(fabric: Fabric) -> torch.Generator:
 
 
 def seed_for_forks(fabric: Fabric, seed: int, step: int) -> None:
-    """Seed what a fork may draw from and no checkpoint holds: the generators of Python and numpy and, on a GPU,
-    torch's own of the CPU. The same step of a run, or of its resume, then draws the same."""
+    """Seed the generators that a fork may use and that no checkpoint holds: Python's, numpy's and, on a GPU, torch's
+    generator of the CPU. The same step of a resumed run then draws the same numbers."""
     number = mixed(seed, step) % 2**32
     random.seed(number)
     np.random.seed(number)

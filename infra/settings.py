@@ -117,7 +117,7 @@ class Data:
     """A jinja file in place of the tokenizer's own chat template, or where it has none."""
     chat_template_kwargs: str | None = None
     """Given to the chat template with each record without chat_template_kwargs of its own: enable_thinking=false."""
-    # what it drops, the hash of the records shows
+    # free, because a change of the records changes their hash
     left_out: Literal["refuse", "drop"] = free("refuse")
     """Records of which the chat template does not write all, such as turns of a role that it does not
     know: refuse, with file, line and text; or drop them and count them."""
@@ -341,7 +341,7 @@ def given_settings(settings: object, prefix: str = "") -> list[str]:
 
 
 def idle_settings(settings: object, rules: list[IdleRule]) -> list[str]:
-    """A line for each rule that holds, with those of its settings that were given."""
+    """One line per rule that holds. A line names the settings of the rule that the user has given."""
     given = given_settings(settings)
     lines = []
     for holds, names, reason in rules:

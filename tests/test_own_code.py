@@ -3,7 +3,6 @@ continues. The run has saved before it calls a checker, a rollout or a judge."""
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -151,43 +150,6 @@ def test_a_run_whose_own_function_fails_continues_from_the_last_checkpoint_as_th
     assert [code for code, *_ in forks(program, n, out, *argv)] == [0] * n
     assert_same(result(out), result(whole(program, n)))
     assert (out / "val.csv").read_text() == (whole(program, n) / "val.csv").read_text()
-
-
-TRACKER = """
-class Table: ...
-
-
-class Run:
-    id = "1"
-
-    def log(self, numbers, step):
-        if step >= 3:
-            raise OSError("the network is away")
-
-
-def init(**settings):
-    return Run()
-"""
-
-
-def test_a_tracker_that_fails_is_said_once_and_left_out(
-    forks, tmp_path, tiny, ratings, monkeypatch
-):
-    out = tmp_path / "run"
-    (tmp_path / "wandb.py").write_text(TRACKER)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
-        monkeypatch.delitem(sys.modules, name)  # another test may have loaded the real one
-
-    given = [f"--model={tiny}", f"--data.train={ratings}", f"--data.val={ratings}"]
-    given += [f"--out_dir={out}", *COMMON, *SETTINGS["kto"], "--logger=wandb", "--eval.samples=0"]
-    ((code, said, stderr),) = forks("kto", 1, out, *given)
-    assert (code, stderr) == (0, "")
-    (line,) = [line for line in said.splitlines() if line.startswith("logger: wandb")]
-    assert line.endswith(
-        ": OSError: the network is away; left out from here on, metrics.csv goes on"
-    )
-    assert len(result(out)["rows"]) == 7
 
 
 def test_a_function_that_fails_on_a_record_is_named_with_its_own_line_and_the_records(
