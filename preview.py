@@ -1,4 +1,4 @@
-"""`python data.py FILE` shows what is in a file, as a run would see it. `python -m convert FILE` shows records, too.
+"""`python data.py FILE` shows a file as a run would see it. `python -m convert FILE` shows records too.
 
 Reading order: main; parse_preview (its command line); show_record.
 """
@@ -20,18 +20,18 @@ LINES = 8  # of a turn, at most
 
 @dataclass(frozen=True)
 class PreviewSettings:
-    """Which file to show, and for which model."""
+    """A file to show, and a model."""
 
     data: Data
     model: str | None = None
-    """Whose tokenizer, chat template and context to take. Default: the demo's tokenizer, and no text is cut
+    """The model that gives tokenizer, chat template and context. Default: the demo's tokenizer, and no text is cut
     unless a limit is given."""
     kind: Kind = "rated"
-    """What is learned from: rated (kto.py), paired (dpo.py), demonstrations (spin.py), prompts (online.py)."""
+    """The kind of its records: rated (kto.py), paired (dpo.py), demonstrations (spin.py), prompts (online.py)."""
 
 
 def main() -> None:
-    """What is in a data file, as a run would see it: python data.py FILE [--kind paired] [--model M]."""
+    """Shows a data file as a run would see it: python data.py FILE [--kind paired] [--model M]."""
     # python -m convert, which needs show_record, starts without torch
     from models.hub import context_of, find_model, read_config
     from records.examples import load_splits, with_limits
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def parse_preview(words: list[str]) -> PreviewSettings:
-    """The settings of a command line, in which --split is --data.split. Raises BadInput."""
+    """The settings of a command line. --split there is --data.split. Raises BadInput."""
     if words and not words[0].startswith("--"):
         words = ["--train", *words]
     names = {one.name for one in fields(Data)}
@@ -105,7 +105,7 @@ def show_record(where: str, record: Record) -> None:
 
 
 def words_of(turn: str | dict) -> str:
-    """The text of a turn, or what it has in place of one."""
+    """The text of a turn, or a word for its tool calls."""
     calls = isinstance(turn, dict) and turn.get("tool_calls")
     return content_of(turn) or ("(a call of tools)" if calls else "(empty)")
 
@@ -120,7 +120,7 @@ def show_turn(name: str, text: str) -> None:
     for line in lines or [""]:
         letters = "".join(map(printable, line))
         print(f"  {name:10}{letters}".rstrip())
-        name = ""  # it stands before the first line only
+        name = ""  # only before the first line
 
 
 def printable(letter: str) -> str:

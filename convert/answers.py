@@ -1,6 +1,6 @@
 """The answers of a record to one prompt: one answer, two answers and a verdict, or lists of answers.
 
-Reading order: Judged (an answer, and what was said of it); judged_answers; answers_of; prompt_fields.
+Reading order: Judged (an answer and its judgement); judged_answers; answers_of; prompt_fields.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Judgement = bool | list | None
 
 
 class Judged(NamedTuple):
-    """An answer, and what was said of it."""
+    """An answer and its judgement."""
 
     where: str
     fields: dict
@@ -32,7 +32,7 @@ class Judged(NamedTuple):
     reason: str = ""
     """Why nothing can be learned from it; empty if it can."""
     next: str | None = None
-    """What the user wrote next, if it is known."""
+    """The user's next message, if it is known."""
 
     @property
     def record(self) -> dict:
@@ -95,14 +95,14 @@ def answers_of(
 
 
 def is_same_place(place: tuple, other: tuple) -> bool:
-    """Whether the stars of two paths stand for the same places. The ratings' path has one star more than that of the
+    """Whether the stars of two paths are at the same places. The ratings' path has one star more than that of the
     answers if there are several raters, and it may have fewer."""
     n = min(len(place), len(other))
     return place[:n] == other[:n]
 
 
 def with_answer(layout: Layout, judged: Judged, name: str, value: object, turn: object) -> Judged:
-    """The answer to which the column `name` leads, with its prompt. Raises Skipped, BadInput."""
+    """The answer that the column `name` finds, with its prompt. Raises Skipped, BadInput."""
     answer = text_or_turns(layout, name, value)
     if not is_there(answer):
         raise Skipped("with an empty answer")
@@ -129,7 +129,7 @@ def judge(layout: Layout, judged: Judged, judgement: Judgement) -> Judged:
 
 
 def prompt_fields(layout: Layout, raw: dict) -> dict:
-    """The fields of a record that make the prompt of its answers, and those beside. Raises Skipped, BadInput."""
+    """The fields of a record that make the prompt of its answers, and other fields. Raises Skipped, BadInput."""
     fields = layout.fields_beside(raw)
     for name in PROMPTS:
         if name in layout.columns:

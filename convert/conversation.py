@@ -1,8 +1,8 @@
-"""A conversation whose messages carry ratings, or in which a pointer names the rated message.
+"""A conversation with ratings on its messages, or with a pointer to the rated message.
 
-The messages are a list in their order, an object whose keys are their ids, a tree in which an answer lies inside
-the message that it answers, or all records of a file. Each becomes a Node, which knows the message that it answers.
-Exports hold every version of a turn: the prompt of a rated answer is not what stands before it, but its ancestors.
+The messages are a list in their order, an object of ids and messages, a tree with each answer inside the message that
+it answers, or all records of a file. Each becomes a Node, which knows the message that it answers. Exports hold every
+version of a turn. The prompt of a rated answer is therefore its ancestors, not the messages before it.
 
 Reading order: rated_messages, the whole way of a conversation; with_turns; nodes_of; turns_up_to.
 """
@@ -50,8 +50,8 @@ def rated_messages(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
 def rated_nodes(
     layout: Layout, nodes: list[Node], fields: dict, raw: dict | None
 ) -> Iterator[Judged]:
-    """The answers of the assistant among these messages. fields: those beside the prompt. raw: the record with the
-    messages; None if each message is a record. Raises Skipped, BadInput."""
+    """The answers of the assistant among these messages. fields: the other fields of the record. raw: the record with
+    the messages; None if each message is a record. Raises Skipped, BadInput."""
     columns = layout.columns
     by_id = {node.id: node for node in nodes}
     if len(by_id) < len(nodes):
@@ -125,7 +125,7 @@ def nodes_of(
     layout: Layout, messages: list[tuple[str, object]], above: str | None = None
 ) -> list[Node]:
     """The messages of a conversation, in the order of the file. messages: each with its file:line. above: the id of the
-    message in which these lie, as answers to it."""
+    message that they answer and lie in."""
     columns = layout.columns
     nodes: list[Node] = []
     for i, (where, raw) in enumerate(messages):

@@ -1,4 +1,4 @@
-"""What the settings of a conversion say: where fields lie, what their values mean, which settings do not go together.
+"""The settings of a conversion: paths of fields, meanings of values, and settings that exclude each other.
 
 Reading order: Conversion (the options of `python -m convert`); Layout, which the readers of records ask.
 """
@@ -18,9 +18,9 @@ PAIR = ("chosen", "rejected")
 ANSWERS = ("completion", "messages", *PAIR)
 TEXTS = (*PROMPTS, *ANSWERS)
 REWARDS = ("chosen_reward", "rejected_reward")
-# fields that stand beside a prompt and its answers, in any form of record
+# fields besides a prompt and its answers, in any form of record
 BESIDE = ("system", "tools", "chat_template_kwargs", "weight", "conversation_id", *REWARDS)
-# what --columns may give, beside the fields of our own records
+# names that --columns may give, besides the fields of our records
 FOREIGN = (
     *("a", "b", "verdict", "turn", "prefix"),
     *("rated", "rating_id", "id", "parent", "children", "role", "content"),
@@ -38,7 +38,7 @@ HH = r"user=\n\nHuman:,assistant=\n\nAssistant:"
 
 @dataclass(frozen=True)
 class Conversion:
-    """Which records to convert, and where their fields lie."""
+    """Which records to convert, and the paths of their fields."""
 
     file: str
     """Foreign records: what data.train of a run can be. Files by commas or a pattern, a folder, or a Hub id
@@ -49,28 +49,28 @@ class Conversion:
     out: str | None = None
     """The .jsonl file to write. Without it three records are shown."""
     kind: Literal["rated", "paired", "demonstrations"] = "rated"
-    """What is to be learned from: rated (kto.py), paired (dpo.py), demonstrations (spin.py)."""
+    """The kind of records to make: rated (kto.py), paired (dpo.py), demonstrations (spin.py)."""
     columns: str | None = None
-    """Where the records' fields lie if not under our names: prompt=question,label=data.rating. A field named
+    """The paths of our fields, if they have other names: prompt=question,label=data.rating. A field named
     here is read from there alone; weight= names none. Paths, two answers with a verdict, conversations with
     ratings: docs/convert.md."""
     labels: str | None = None
-    """What the values of the label mean where they are not ours: up=positive,down=negative, or
+    """The meaning of the label's values, if they are not ours: up=positive,down=negative, or
     up=4|5,down=1|2, or up=>=4,down=<=2; of a verdict a=...,b=...,both=...,neither=... Records with other
     values are dropped and counted."""
     where: str | None = None
     """Which records to take, by their values: type=GENERATION,.unfinished=false (.: inside messages). Also
     != and the forms that labels take, and times: created_at=>=2026-11-24."""
     roles: str | None = None
-    """What the roles of messages mean where they are not ours: user=true,assistant=false."""
+    """The meaning of the messages' roles, if they are not ours: user=true,assistant=false."""
     records: str | None = None
-    """The path of a list inside each record, whose elements are the records: feedback_data."""
+    """The path of a list inside each record. Its elements are the records: feedback_data."""
     turns: str | None = None
     """Texts that hold a dialogue: hh (\\n\\nHuman: ...\\n\\nAssistant: ...), or the marks that begin a turn:
     user=<|user|>,assistant=<|bot|>."""
     repeated: Literal["last", "first"] | None = None
-    """Of several ratings of one answer (logs of clicks) the last one counts, or the first in a file with
-    the newest on top; one without a label withdraws them. null: each is a record."""
+    """If one answer has several ratings (logs of clicks): the last one counts, or the first if the newest is on top. A
+    rating without a label withdraws the others. null: each is a record."""
     raters: Literal["agree", "majority"] = "agree"
     """If an answer has several ratings: agree drops the answer unless all are equal, majority lets more than half of
     them decide."""
@@ -79,7 +79,7 @@ class Conversion:
 
 
 class Layout:
-    """The settings, read. All parts of the reader count in `counts` what they leave out or read otherwise."""
+    """The parsed settings. All parts of the reader count in `counts` the answers that they drop or change."""
 
     def __init__(self, settings: Conversion, counts: Counter):
         """Raises BadInput."""
@@ -164,8 +164,8 @@ class Layout:
         return name in self.columns and self.columns[name].is_several
 
     def _sort_fields(self) -> None:
-        """Which of a record's own fields stay: all if every column is a plain name, otherwise those of ours. Without
-        those that a column is read from, or stands for."""
+        """Which of a record's own fields stay: all if every column is a plain name, otherwise those of ours.  Fields
+        that a column reads or replaces are dropped."""
         columns = self.columns
         answers = columns.keys() & {*ANSWERS, "verdict"}
         replaced = {*columns, *(ANSWERS if answers else ())}
@@ -181,7 +181,7 @@ class Layout:
             self.kept |= {*PROMPTS, "question", "history"}
 
     def fields_beside(self, raw: dict) -> dict:
-        """The fields of a record that stand beside a prompt and its answers, and those that no column stands for."""
+        """The fields of a record besides a prompt and its answers, and those that no column replaces."""
         fields = {}
         for name, value in raw.items():
             if (self.keeps_all or name in self.kept) and name not in self.replaced:

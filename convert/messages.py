@@ -1,10 +1,10 @@
 """Messages and dialogues of foreign records, in our form: a list of {"role", "content"}.
 
-A field may hold a text, messages under other names, a list of texts by turns, a text of JSON, or a text in which
-marks begin the turns; and an answer may be a whole dialogue, of which only the last turn is the answer.
+A field may hold a text, messages under other names, a list of texts by turns, a text of JSON, or a text with marks
+at the beginning of turns. An answer may be a whole dialogue; only its last turn is the answer.
 
-Reading order: text_or_turns (what a field of a record becomes); message and text_of (one message); texts in which
-marks begin the turns (--turns); last_of_dialogue (an answer that is a dialogue).
+Reading order: text_or_turns (a field of a record); message and text_of (one message); texts with
+marks at the beginning of turns (--turns); last_of_dialogue (an answer that is a dialogue).
 """
 
 import re
@@ -25,7 +25,7 @@ FLATTENED = re.compile(
     r"|^\s*:::thinking\n.*?\n:::",
     re.DOTALL,
 )
-# the fields of a message that hold calls of tools; and those with an image or a document beside its text
+# fields of a message with tool calls, and those with an image or a document
 CALLS = ("tool_calls", "tool_call_id")
 FILES = ("files", "attachments", "images", "image_urls")
 
@@ -34,7 +34,7 @@ FILES = ("files", "attachments", "images", "image_urls")
 
 
 def text_or_turns(layout: Layout, name: str, value: object) -> object:
-    """What the column `name` of a prompt or an answer leads to: a text, messages in our form, or a list of texts
+    """The value of the column `name` of a prompt or an answer: a text, messages in our form, or a list of texts
     (see last_of_dialogue). Raises Skipped, BadInput."""
     if isinstance(value, str):
         try:
@@ -67,7 +67,7 @@ def message(layout: Layout, raw: object) -> dict:
         names = (*CALLS, "name") if role == "tool" else CALLS
         calls = {name: raw[name] for name in names if is_there(raw.get(name))}
     text = own_words(layout, text_of(layout.content.one(raw)))
-    if role in ("system", "developer"):  # an empty one is what the model was given
+    if role in ("system", "developer"):  # the model saw an empty one
         return {"role": role, "content": text}
     if not text and not calls:
         raise Skipped("with an empty message")
@@ -109,24 +109,24 @@ def text_of(content: object) -> str:
             "content",
             "text",
             "value",
-        ):  # an item of OpenAI's Responses has parts of its own
+        ):  # OpenAI's Responses have parts inside
             if isinstance(content.get(name), str | list | dict):
                 return text_of(content[name])
     raise Skipped(f"with a part of a message that is no text ({kind})")
 
 
-# ---- texts in which marks begin the turns (--turns) ----------------------------------------------
+# ---- texts with marks at the beginning of turns (--turns) -----------------------------------------
 
 
 def split_turns(text: str, marks: dict[str, str]) -> str | list[dict]:
-    """The messages of a text in which marks begin the turns. A text without marks stays one. marks: {mark: role};
+    """The messages of a text with marks at the beginning of turns. A text without marks stays one. marks: {mark: role};
     none if --turns is not given."""
     if not marks:
         return text
     # the longest first: a mark may begin with another one
     longest_first = sorted(marks, key=len, reverse=True)
     pattern = "|".join(re.escape(mark) for mark in longest_first)
-    # re.split gives what stands before the first mark, and then mark, words, mark, words, ...
+    # re.split gives the text before the first mark, and then mark, words, mark, words, ...
     before, *parts = re.split(f"({pattern})", text)
     if not parts:
         return text.strip()
@@ -145,9 +145,9 @@ def split_turns(text: str, marks: dict[str, str]) -> str | list[dict]:
 
 
 def last_of_dialogue(fields: dict, name: str, dialogue: list, turn: object) -> tuple[dict, dict]:
-    """The fields of the prompt, and the answer: the last turn of a dialogue, to which the column `name` leads. The
-    dialogue is messages, or a list of texts beside a list of prompts. turn: which of its answers counts, from 1; None:
-    the last. Raises Skipped, BadInput."""
+    """The fields of the prompt, and the answer: the last turn of the dialogue in the column `name`. The dialogue is
+    messages, or a list of texts for a list of prompts. turn: which of its answers counts, from 1; None: the last.
+    Raises Skipped, BadInput."""
     prompt_field = next((x for x in fields if ALIASES.get(x, x) in PROMPTS), "prompt")
     prompt = fields.get(prompt_field)
     if not all(map(is_there, dialogue)):

@@ -1,4 +1,4 @@
-"""Where a field of a foreign record lies: one path, such as `choices.0.text` or `answers.*.score`.
+"""The path of a field of a foreign record, such as `choices.0.text` or `answers.*.score`.
 
 Reading order: find (a path in a record); Column (a path of --columns); names_in and nearest (for messages).
 """
@@ -14,12 +14,12 @@ from infra.console import BadInput
 from records.forms import unique_keys
 
 MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages|type)["']""")
-# (the place that each star of a path stands for, what lies there)
+# (the index of each star of a path, the value)
 Found = tuple[tuple, object]
 
 
 def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
-    """All that a path leads to: nothing if it is not there, several after a star."""
+    """All values of a path: none if it does not exist, several after a star."""
     if not steps or value is None:
         return [(index, value)]
     step, *rest = steps
@@ -50,7 +50,7 @@ def length_of_name(value: dict, steps: list[str]) -> int:
 
 
 def opened(text: str) -> object:
-    """What a text of JSON holds, if it is an object or a list; else the text. Raises BadInput for half of one."""
+    """The object or list in a text of JSON, or the text itself. Raises BadInput for torn JSON."""
     if text.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(text, object_pairs_hook=unique_keys)
@@ -61,8 +61,8 @@ def opened(text: str) -> object:
 
 
 def elements(value: object, separator: str = "") -> list:
-    """What a star stands for: the elements of a list, the values of an object; with a separator (`*;`)
-    the parts of a text."""
+    """The elements that a star means: those of a list, the values of an object; with a separator (`*;`) the parts of a
+    text."""
     if separator and isinstance(value, str):
         return [part.strip() for part in value.split(separator)]
     if isinstance(value, dict):
@@ -71,8 +71,8 @@ def elements(value: object, separator: str = "") -> list:
 
 
 def rows_with(value: object, name: str, wanted: str) -> list[dict]:
-    """The objects of a list whose field `name` has a value. The datasets library may hold a list of objects as an
-    object of lists, a list for each field."""
+    """The objects of a list with a wanted value in the field `name`. The datasets library may hold a list of objects
+    as an object of lists, a list for each field."""
     rows = elements(value)
     if isinstance(value, dict) and name in value:
         rows = [value]
@@ -83,7 +83,7 @@ def rows_with(value: object, name: str, wanted: str) -> list[dict]:
 
 
 class Column:
-    """Where a field lies: `data.rating`, `.text|.content` (the first that is there; inside each message),
+    """The path of a field: `data.rating`, `.text|.content` (the first that exists; inside each message),
     `answer_0+answer_1` (both)."""
 
     def __init__(self, text: str):
@@ -99,7 +99,7 @@ class Column:
         self.was_found = not text  # weight= names no field
 
     def all(self, record: object) -> list[Found]:
-        """All that is there in a record, and the place that each star, and each part of a sum, stands for."""
+        """All values in a record, each with the index of every star and of its part of a sum."""
         self.was_asked = True
         if isinstance(record, dict) and self.text in record:  # also a name with dots
             self.was_found = True
@@ -120,14 +120,14 @@ class Column:
         return result
 
     def one(self, record: object) -> object:
-        """The value in a record; of several a list; None if there is none."""
+        """The value in a record, a list if there are several, or None."""
         values = [value for _, value in self.all(record)]
         if self.is_several:
             return values
         return values[0] if values else None
 
     def names(self) -> set[str]:
-        """The fields of the record in which its paths begin."""
+        """The fields of the record at the beginning of its paths."""
         return {self.text} | {steps[0] for part in self.parts for steps in part if steps}
 
 
@@ -145,6 +145,6 @@ def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """The names that are there and look most like this one, for a message."""
+    """The existing names that look most like this one, for a message."""
     names = list(dict.fromkeys(names))
     return ", ".join(get_close_matches(name, names, 4, 0.5) or names[:4])

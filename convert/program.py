@@ -92,7 +92,7 @@ def written(value: object) -> str:
 
 
 def print_table(settings: Conversion, counts: Counter) -> None:
-    """Say what was read, written and dropped."""
+    """Print how many records were read, written and dropped, and why."""
     names = ("up", "down", "pairs", "unrated")
     written_records = [f"{counts[name]:,} {name}" for name in names if counts[name]]
     where = settings.out or "would be written"
@@ -128,7 +128,7 @@ def with_fitting_form(settings: Conversion) -> Conversion:
 
 
 def fitting_form(settings: Conversion, sample: list) -> str | None:
-    """The form of convert/forms whose paths are all in these records; of several the one with most."""
+    """The form of convert/forms that fits: all its paths are in these records, and no fitting form has more paths."""
     ranks = {}
     for file in sorted(FORMS.glob("*.yaml")):
         form = read_form(file.stem)
@@ -142,7 +142,7 @@ def fitting_form(settings: Conversion, sample: list) -> str | None:
 
 
 def try_settings(settings: Conversion, sample: list) -> tuple[int, str]:
-    """The number of records of ours that the settings make of a sample; and what is wrong, if anything."""
+    """The number of records of ours that the settings make of a sample; and a fault, if there is one."""
     n_records = 0
     try:
         reader = Reader(settings, Counter())

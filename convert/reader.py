@@ -34,7 +34,7 @@ def converted(settings: Conversion, counts: Counter) -> Iterator[dict]:
 
 
 class Reader:
-    """Makes records of ours of foreign ones, and counts what it reads, makes and leaves out."""
+    """Makes our records of foreign ones, and counts those that it reads, makes and drops."""
 
     def __init__(self, settings: Conversion, counts: Counter):
         """Raises BadInput."""
@@ -46,8 +46,7 @@ class Reader:
         self.faults: list[str] = []
 
     def read(self, files: list[Raws]) -> Iterator[dict]:
-        """Our records of those of several files. Raises BadInput at the end, with a line for each of the first twenty
-        bad records."""
+        """Our records of those of several files. Raises BadInput at the end, with the first twenty bad records."""
         layout = self.layout
         all_answers = self._answers(files)
         if layout.kind == "rated" and self.settings.repeated:
@@ -69,7 +68,7 @@ class Reader:
     # ---- one record ------------------------------------------------------------------------------
 
     def _answers(self, files: list[Raws]) -> Iterator[list[Judged]]:
-        """The answers of each record. What is wrong with a record becomes a line in `faults`."""
+        """The answers of each record. Faults of a record are added to `faults`."""
         for raws in files:
             records = self._raw_records(raws)
             if self.layout.is_tree:
@@ -84,7 +83,7 @@ class Reader:
                     self.faults.append(f"{where}: {e}")
 
     def _raw_records(self, raws: Raws) -> Iterator[tuple[str, object]]:
-        """The records of a file, or those in the lists to which --records leads."""
+        """The records of a file, or those in the lists that --records names."""
         for where, raw in raws:
             inner = [(where, raw)]
             if self.inner_records:
@@ -109,7 +108,7 @@ class Reader:
         return judged_answers(layout, where, raw)
 
     def _drop(self, reason: str) -> None:
-        """Count what is left out; a reason that begins with `by ` names the setting that says so."""
+        """Count a dropped answer. A reason that begins with `by ` names the setting that says so."""
         colon = "" if reason.startswith("by ") else ":"
         self.counts[f"dropped{colon} {reason}"] += 1
 
@@ -157,7 +156,7 @@ class Reader:
     # ---- paths that find nothing -----------------------------------------------------------------
 
     def path_that_finds_nothing(self) -> str:
-        """A line about a path that found nothing in any record, as one with a typo; empty: all found. Where the
+        """A message about a path that found nothing in any record, such as one with a typo, or an empty text. If the
         path may find nothing, this is counted."""
         layout = self.layout
         lost = [("--records: ", self.inner_records)] if self.inner_records else []
@@ -196,7 +195,7 @@ def settled(answers: Iterable[Judged], repeated: str) -> list[Judged]:
 
 
 def rating_key(judged: Judged) -> str:
-    """What makes two ratings ratings of one answer: all but the label and what stands beside."""
+    """A key that is equal for two ratings of one answer: all fields of prompt and answer."""
     names = {*PROMPTS, "completion", "messages", "system"}
     return key_of({x: y for x, y in judged.record.items() if ALIASES.get(x, x) in names})
 

@@ -1,7 +1,7 @@
-"""What a value means: the words of --where and --labels, and one label of several ratings.
+"""The meaning of a value: the words of --where and --labels, and one label from several ratings.
 
-Reading order: pairs_of and named (a setting); Values (`4|5`, `>=4`, `>=2026-11-24`); Labels (what the ratings of an
-answer say together).
+Reading order: pairs_of and named (a setting); Values (`4|5`, `>=4`, `>=2026-11-24`); Labels (one label from the ratings
+of an answer).
 """
 
 import functools
@@ -61,7 +61,7 @@ COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator
 
 
 def test_of(wanted: str) -> Callable[[object], bool] | None:
-    """`>=4`, `4..5`, `>=2026-11-24` or `*...` as a function of a value. None for a text that stands for itself. The
+    """`>=4`, `4..5`, `>=2026-11-24` or `*...` as a function of a value. None for a plain text. The
     function raises BadInput for a text that is compared with a time and is no time."""
     if wanted.startswith("*"):
         return lambda value: str(value).endswith(wanted[1:])
@@ -95,15 +95,15 @@ def moment(wanted: str, value: object) -> datetime:
 
 
 class Values:
-    """Those that `4|5`, `>=4`, `-3..-1`, `>=2026-11-24`, `*...` (an end) and `null` name. `null`, also written as
-    nothing, is what is not there or empty: a csv file has only empty texts."""
+    """The values that `4|5`, `>=4`, `-3..-1`, `>=2026-11-24`, `*...` (an end) and `null` name. `null`, or an empty
+    text, is a value that is missing or empty, because a csv file has only empty texts."""
 
     def __init__(self, wanted: str):
         self.texts = [text or "null" for text in wanted.split("|")]
         self.tests = [test for test in map(test_of, self.texts) if test]
 
     def has(self, value: object) -> bool:
-        """Whether a value is one of these. Raises BadInput for a text that is compared with a time and is none."""
+        """Whether a value is one of these. Raises BadInput for a text that is no time but is compared with one."""
         if not is_there(value) or value == "[]":  # a csv file's empty list
             return "null" in self.texts
         if as_text(value) in self.texts or str(value) in self.texts:  # true, and Python's True
@@ -116,13 +116,13 @@ def values_of(wanted: str) -> Values:
     return Values(wanted)
 
 
-# ---- what ratings mean ---------------------------------------------------------------------------
+# ---- the meaning of ratings ----------------------------------------------------------------------
 
 MEANINGS = {"up": True, "down": False} | {name: name for name in ("a", "b", "both", "neither")}
 
 
 class Labels:
-    """What the ratings mean: --labels, and --raters if one answer has several."""
+    """The meaning of ratings: --labels, and --raters if one answer has several."""
 
     def __init__(self, text: str | None, raters: str):
         self.majority = raters == "majority"
@@ -155,7 +155,7 @@ class Labels:
         )
 
     def of(self, ratings: list) -> bool | str:
-        """What the ratings of one answer, or the verdicts on two, say together. Raises Skipped, BadInput."""
+        """One label from the ratings of an answer, or from the verdicts on two. Raises Skipped, BadInput."""
         there = [rating for rating in ratings if is_there(rating)]
         if not there:
             raise Skipped("not rated")
