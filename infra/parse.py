@@ -13,7 +13,6 @@ import re
 import sys
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 
 import docstring_parser
 import jsonargparse
@@ -128,22 +127,7 @@ def read_command(
         of_files |= of_file
     if unknown:
         raise BadInput("\n".join(unknown))
-    if of_options.get("resume") and "out_dir" not in of_options:
-        refuse_moved_run(files, of_files.get("out_dir"))
     return of_files | of_options, switches
-
-
-def refuse_moved_run(files: list[str], out_dir: object) -> None:
-    """Raise BadInput if a file is the settings.yaml of a run whose folder was moved or copied. Its out_dir is the old
-    folder, where a resume would begin a new run or continue the original."""
-    for file in map(find_path, files):
-        folder = file.resolve().parent
-        if file.name == "settings.yaml" and out_dir and (folder / "checkpoints").is_dir():
-            was = Path(str(out_dir)).expanduser()
-            if not (was.exists() and was.samefile(folder)):
-                raise BadInput(
-                    f"out_dir: {file} says {was}: the run was moved or copied; --out_dir {folder} goes on here"
-                )
 
 
 class Texts(yaml.SafeLoader):
@@ -171,11 +155,18 @@ def read_yaml(text: str) -> typing.Any:
 
 def read_config_file(file: str) -> dict[str, object]:
     """The settings of a YAML file by dotted names: texts, lists or None. Raises BadInput."""
+    path = find_path(file)
     with user_error("config", file):
-        groups = read_yaml(read_text(find_path(file)))
+        groups = read_yaml(read_text(path))
     if not isinstance(groups, dict):
         raise BadInput(f"config: {file}: expected settings, `name: value`")
-    return flatten(groups)
+    settings = flatten(groups)
+    folder = path.resolve().parent
+    if path.name == "settings.yaml" and (folder / "checkpoints").is_dir():
+        settings["out_dir"] = str(
+            folder
+        )  # a run's own file; the folder may have been moved or copied
+    return settings
 
 
 def argument_text(value: object, kind: typing.Any) -> str:
