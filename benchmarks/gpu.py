@@ -1,4 +1,4 @@
-"""What a GPU makes of this project: its speed, its memory, and the tests that need a GPU. It needs no network.
+"""Measures this project on a GPU: speed, memory, and the tests that need a GPU. Needs no network.
 
     python benchmarks/gpu.py                        # all parts, in the order below, within 520 seconds
     python benchmarks/gpu.py --limit 200 head trl   # only these parts, within 200 seconds
@@ -10,24 +10,21 @@
     gpt2, llama8b-lora, gpt2-xl
                a step of 64 ratings, prompts and completions of 200 tokens each on average, in micro-batches
                of 16,384 tokens: the rows of the table in docs/speed.md
-    trl        GPT-2 124M beside TRL, 20 steps of 32 ratings (vs_trl.py): ratio 2 means twice as fast as TRL
+    trl        GPT-2 124M, ours and TRL's, 20 steps of 32 ratings (vs_trl.py): ratio 2 means twice as fast as TRL
     head       forward and backward of the LM head, ours and with full logits: 8,192 tokens, width 4,096,
                vocabulary 151,936; with other chunks, to choose GPU_ROWS and GPU_SAVED of head.py
-    sampling   64 and 256 answers of 100 tokens, beside transformers (sampling.py)
+    sampling   64 and 256 answers of 100 tokens, ours and transformers' (sampling.py)
     resume     a run that is killed and resumed with --deterministic true: is it the whole run, bit for bit?
     programs   dpo.py, spin.py, online.py, LoRA, float32, activation checkpointing: from start to export
 
 - Each part is a process with a time limit. If a part fails or takes too long, the next part begins.
 - The folder --out has two files. results.jsonl has the numbers and how each part ended. log.txt has everything
-  that the parts print. Both are written at once, so a run that is killed leaves its results.
-- The models of full size have random weights, made on the GPU. Four steps warm up and four are timed. In the next
-  step torch warns at each wait for the device. The last step is profiled: `busy` is the share of the time in
-  which the GPU works. If it is below 0.8, the CPU is too slow for the GPU. If torch's profiler
-  crashes on a machine, set GPU_PROFILE=0: nothing is profiled then.
+  that the parts print. Both are written immediately, so a killed run leaves its results.
+- The models of full size have random weights, made on the GPU. Four steps warm up, four are timed, and one is
+  profiled. `busy` is the share of the time that the GPU works. If it is below 0.8, the CPU is too slow for the GPU.
 """
 
 import argparse
-import collections
 import contextlib
 import csv
 import faulthandler
@@ -40,9 +37,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,7 +51,7 @@ DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
 
 LLAMA = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
 LORA = "--precision bf16-true --activation_checkpointing true --lora.rank 16 --lora.alpha 32"
-MODELS = {  # part: type, fields of its config beside transformers' defaults, settings
+MODELS = {  # part: type, changed fields of its config, settings
     "gpt2": ("gpt2", {}, ""),
     "llama8b-lora": ("llama", LLAMA, LORA),
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, ""),
@@ -72,13 +67,20 @@ TINY = {  # type: fields of its config with --tiny
 }
 TOKENS = 200  # of a prompt and of a completion, on average
 STEPS = 4  # that warm up, and as many that are timed
-RESULT = "RESULT "  # so begins what a part prints for results.jsonl
+RESULTS: dict = {}  # of a part's process: the folder `out` and the part's name
 
 
 def result(**numbers) -> None:
-    """Hand numbers to the main process, which writes them at once. A float has four digits."""
+    """Write numbers of a part to results.jsonl. A float has four digits."""
     rounded = json.loads(json.dumps(numbers), parse_float=lambda text: float(f"{float(text):.4g}"))
-    print(RESULT + json.dumps(rounded), flush=True)
+    write(**RESULTS, **rounded)
+
+
+def write(out: Path, **row) -> None:
+    line = json.dumps(row)
+    print(line[:600], flush=True)
+    with open(out / "results.jsonl", "a") as f:
+        f.write(line + "\n")
 
 
 def start(out: Path, words: str, **settings: object) -> subprocess.Popen:
@@ -125,8 +127,8 @@ def product_tflops(tiny: bool) -> float:
 
 
 def useful_tflops(policy: torch.nn.Module, tokens_per_s: float) -> float:
-    """The rate of a KTO step whose prompts are as long as its completions: 2 FLOPs for each weight, token and pass. A
-    backward is 2 passes, or 1 if only adapters learn. z takes two more passes over each completion."""
+    """The rate of a KTO step, if prompts and completions have the same length: 2 FLOPs for each weight, token and
+    pass. Backward is 2 passes, or 1 if only adapters learn. z takes two more passes over each completion."""
     frozen = [name for name, p in policy.named_parameters() if not p.requires_grad]
     passes = 3 if frozen else 4  # with the reference's
     blocks = sum(p.numel() for name, p in policy.blocks.named_parameters() if "lora_" not in name)
@@ -134,27 +136,12 @@ def useful_tflops(policy: torch.nn.Module, tokens_per_s: float) -> float:
     return tokens_per_s * (passes * blocks + (passes + 2) * (blocks + head)) / 1e12
 
 
-def count_waits(function: Callable) -> dict[str, int]:
-    """How often a call waits for the device, by the line at which torch warns."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if DEVICE == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-        function()
-        if DEVICE == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in caught if "called a synchronizing" in str(w.message)]
-    return collections.Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
-
-
 def profiled(function: Callable) -> dict:
-    """The share of a call's time in which the device works, and how many kernels it launches. Prints the 15 kernels
+    """The share of a call's time that the device works, and how many kernels it launches. Prints the 15 kernels
     that take longest. On a CPU torch's operators take the place of kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    if os.environ.get("GPU_PROFILE") == "0":
-        return {"left_out": "GPU_PROFILE=0"}
     on_gpu = DEVICE == "cuda"
     synchronize()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as p:
@@ -180,7 +167,7 @@ def profiled(function: Callable) -> dict:
 def machine(tiny: bool, work: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "list"])
     if DEVICE == "cuda":
-        subprocess.run("nvidia-smi", shell=True)  # which a machine may lack
+        subprocess.run("nvidia-smi", shell=True)  # a machine may lack it
     x = torch.randn(2**20 if tiny else 2**30, device=DEVICE)
     y = torch.empty_like(x)
     small = torch.zeros(8, device=DEVICE)
@@ -217,7 +204,7 @@ def tests(tiny: bool, work: Path) -> None:
 
 
 def random_model(source, dtype: torch.dtype | None = None):
-    """In place of models.load.load_model: the model that config.json names, with random weights made on the device."""
+    """Replaces models.load.load_model: the model that config.json names, with random weights made on the device."""
     import transformers
 
     from models.hub import read_config
@@ -232,7 +219,7 @@ def random_model(source, dtype: torch.dtype | None = None):
 
 
 def write_inputs(folder: Path, kind: str, fields: dict, n: int) -> None:
-    """A model's config, a tokenizer whose tokens are words, and n ratings of random words."""
+    """A model's config, a tokenizer of words, and n ratings of random words."""
     import transformers
 
     config = transformers.CONFIG_MAPPING[kind](**fields, bos_token_id=0, eos_token_id=0)
@@ -259,7 +246,7 @@ def step(model: str, tiny: bool, work: Path) -> None:
 
     kind, fields, settings = MODELS[model]
     batch = 4 if tiny else 64
-    last = 2 * STEPS + 2
+    last = 2 * STEPS + 1
     write_inputs(work, kind, TINY[kind] if tiny else fields, batch * (last + 1))
     models.load.load_model = random_model
     models.load.weights_hash = lambda *_: "random"
@@ -272,23 +259,20 @@ def step(model: str, tiny: bool, work: Path) -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             take_step = partial(super().train_step, *args)
-            if step == last - 1:
-                report(take_step, self.run.policy.module)
-            elif step == last:
+            if step == last:
+                report(self.run.policy.module)
                 result(**profiled(take_step))
                 sys.exit()
-            else:
-                take_step()
+            take_step()
             ends.append(time.perf_counter())  # the check of the gradient's norm has waited for it
 
-    def report(take_step: Callable, policy: torch.nn.Module) -> None:
+    def report(policy: torch.nn.Module) -> None:
         row = rows_of(work / "run" / "metrics.csv")[1]  # of the timed steps
         speed = {name: float(row[name]) for name in ("tokens/s", "memory_gb")}
         ms = (ends[2 * STEPS - 1] - ends[STEPS - 1]) / STEPS * 1e3
-        waits = count_waits(take_step)
         speed["tflops"] = useful_tflops(policy, speed["tokens/s"])
         speed["share_of_product"] = speed["tflops"] / product_tflops(tiny)
-        result(device=DEVICE_NAME, ms=ms, **speed, waits=waits)
+        result(device=DEVICE_NAME, ms=ms, **speed)
 
     settings += f" --batch_size {batch} --micro_batch_tokens 16384 --data.max_prompt 512"
     settings += f" --data.max_completion 512 --max_steps {last + 1} --log_interval {STEPS}"
@@ -319,7 +303,7 @@ def trl(tiny: bool, work: Path) -> None:
 
 
 def head(tiny: bool, work: Path) -> None:
-    """The loss and the norm of the gradient stand beside each time: they must be those of the full logits."""
+    """Each time comes with the loss and the norm of the gradient, which must be those of the full logits."""
     from torch.nn.functional import cross_entropy
 
     from head import Chunks, Head
@@ -331,20 +315,18 @@ def head(tiny: bool, work: Path) -> None:
     target_T = torch.randint(V, (T,), device=DEVICE)
     default = Chunks.of(DEVICE, V)
 
-    def ours(w_VC: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+    def ours(chunks: Chunks) -> torch.Tensor:
         return -Head.apply(h_TC, w_VC, target_T, None, chunks)[0].mean()
 
     losses = {
-        "ours": lambda: ours(w_VC, default),
-        "ours, frozen matrix (LoRA)": lambda: ours(w_VC.detach(), default),
+        "ours": lambda: ours(default),
         "full logits": lambda: cross_entropy(h_TC @ w_VC.T, target_T),
-        "full logits in float32": lambda: cross_entropy((h_TC @ w_VC.T).float(), target_T),
     }
     for rows in (512, 1024, 2048, 4096):
         size = rows * T // 8192
         for n_saved in {0, default.n_saved, T // size}:
             chunks = default._replace(size=size, softmax=size, n_saved=n_saved)
-            losses[f"ours, chunks of {size}, {n_saved} saved"] = partial(ours, w_VC, chunks)
+            losses[f"ours, chunks of {size}, {n_saved} saved"] = partial(ours, chunks)
 
     def gradient(name: str) -> torch.Tensor:
         h_TC.grad = w_VC.grad = None
@@ -403,7 +385,7 @@ def resume(tiny: bool, work: Path) -> None:
 
 
 def programs(tiny: bool, work: Path) -> None:
-    """All at once: nothing is timed."""
+    """All run in parallel, because nothing is timed."""
     demos = work / "demos.jsonl"
     with open(PROJECT / "demo" / "train_demos.jsonl") as f:
         demos.write_text("".join(f.readlines()[:64]))
@@ -437,51 +419,30 @@ PARTS = {  # in the order of their worth: the function, and seconds after which 
 }  # fmt: skip
 
 
-def write(out: Path, **row) -> None:
-    line = json.dumps(row)
-    print(line[:600], flush=True)
-    with open(out / "results.jsonl", "a") as f:
-        f.write(line + "\n")
-
-
-def kill_all(process: subprocess.Popen) -> None:
-    """Kill a process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def run_part(name: str, out: Path, tiny: bool, limit: float) -> str:
     """Run a part in a process, and kill it after this many seconds. -> how it ended"""
     command = [sys.executable, __file__, "--part", name, "--out", out]
     command += ["--tiny"] if tiny else []
     path = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    tail = collections.deque(maxlen=15)
-    log = open(out / "log.txt", "a", buffering=1)
-    process = subprocess.Popen(
-        command, cwd=PROJECT, env=os.environ | environment, start_new_session=True, text=True,
-        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    with log, process:
-        timer = threading.Timer(limit, kill_all, [process])
-        timer.start()
+    with open(out / "log.txt", "a") as log:
+        process = subprocess.Popen(
+            command, cwd=PROJECT, env=os.environ | environment, start_new_session=True,
+            stdout=log, stderr=log,
+        )  # fmt: skip
         try:
-            for line in process.stdout:
-                log.write(line)
-                if line.startswith(RESULT):
-                    write(out, part=name, **json.loads(line.removeprefix(RESULT)))
-                elif line.strip():
-                    tail.append(line.rstrip())
-            code = process.wait()
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
         finally:
-            timer.cancel()
-            kill_all(process)
-    if code:
-        write(out, part=name, last_lines=[*tail])
-        print("\n".join(tail))
-    if code == -signal.SIGKILL:
-        return f"killed after {limit:.1f} s"
-    return f"failed: exit code {code}" if code else "ok"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also all that the part has started
+            process.wait()
+    if code == 0:
+        return "ok"
+    lines = (out / "log.txt").read_text(errors="replace").splitlines()
+    write(out, part=name, last_lines=lines[-15:])
+    return f"killed after {limit:.1f} s" if code is None else f"failed: exit code {code}"
 
 
 def main() -> None:
@@ -499,6 +460,7 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}")
     out = args.out.absolute()
     if args.part:
+        RESULTS.update(out=out, part=args.part)
         function, limit = PARTS[args.part]
         faulthandler.dump_traceback_later(limit - 2)  # shows where a part is that takes too long
         with tempfile.TemporaryDirectory() as work:
@@ -516,6 +478,7 @@ def main() -> None:
         seconds = round(time.monotonic() - began, 1)
         write(out, part=name, status=statuses[name], seconds=seconds)
     failed = [name for name, status in statuses.items() if status != "ok"]
+    print((out / "results.jsonl").read_text())
     print(f"not ok: {', '.join(failed) or 'nothing'}; the results are in {out}")
     raise SystemExit(len(failed))
 

@@ -1,4 +1,4 @@
-"""Sampling beside transformers' generate, in bf16 and fp32: the same model and prompts, useful tokens a second.
+"""Our sampling and transformers' generate, in bf16 and fp32: the same model and prompts, useful tokens per second.
 
     python benchmarks/sampling.py --model out/smollm2-135m
     python benchmarks/sampling.py --model out/smollm2-135m --rows 64 --new 100 --turns 2
@@ -26,19 +26,17 @@ from records.tokenizer import Tokenizer
 def compare(samplers: dict, tokens: int, turns: int) -> dict[str, float]:
     """Time two samplers, functions of a seed that sample so many tokens. Print and return the median speed of each in
     tokens a second. One turn of each comes first as a warm-up."""
-    ours, theirs = samplers
     speeds = {name: [] for name in samplers}
     for i in range(turns + 1):
-        for name in (ours, theirs) if i % 2 == 0 else (theirs, ours):
+        for name in list(samplers) if i % 2 == 0 else reversed(samplers):
             began = time.perf_counter()
             samplers[name](i)
             speeds[name].append(tokens / (time.perf_counter() - began))
-            print(f"turn {i}: {name} {speeds[name][-1]:,.0f} tokens/s", flush=True)
-    medians = {name: statistics.median(values[1:]) for name, values in speeds.items()}
-    for name, values in speeds.items():
-        low, high = min(values[1:]), max(values[1:])
-        print(f"{name:<12} {medians[name]:8,.0f} useful tokens/s  ({low:,.0f} to {high:,.0f})")
-    print(f"ratio        {medians[ours] / medians[theirs]:8.2f}", flush=True)
+    medians = {}
+    for name, (_, *timed) in speeds.items():
+        medians[name] = statistics.median(timed)
+        span = f"({min(timed):,.0f} to {max(timed):,.0f})"
+        print(f"{name:<12} {medians[name]:8,.0f} useful tokens/s  {span}", flush=True)
     return medians
 
 

@@ -1,6 +1,7 @@
-"""KTO and DPO beside TRL's trainers: the same weights, records, token ids, batches, precision and
+"""The speed of KTO and DPO here and in TRL: the same weights, records, token ids, batches, precision and
 optimizer.
 
+    python -m venv out/vs_trl/venv && out/vs_trl/venv/bin/pip install torch==2.13.0 "trl>=1.16" peft
     python benchmarks/vs_trl.py kto 5.5M 200/120 bf16   # the cells that have all of these words
     python benchmarks/vs_trl.py kto 5.5M --beside ../old   # beside another tree of this project, not TRL
     python benchmarks/vs_trl.py                         # all cells: days on two cores
@@ -8,9 +9,9 @@ optimizer.
 A cell is an algorithm, a size, lengths and a precision. If benchmarks/vs_trl.jsonl has it, it is
 printed from there and not run again. On a GPU both sides use the GPU.
 
-- TRL runs in the Python that runs this program if that Python has TRL. Otherwise this program makes an
-  environment for TRL, out/vs_trl/venv: litgpt's requirements would allow an old version only.
-- Each run is a process of its own, and the sides take turns: A B B A.
+- TRL runs in out/vs_trl/venv, because litgpt's requirements allow only an old version. If this environment does not
+  exist, TRL runs in the Python that runs this program.
+- Each run is a separate process, and the sides alternate: A B B A.
 - The losses of all steps must agree. TRL's mismatched pairs have the previous completion of a batch, ours the
   next one, so TRL gets each batch in reverse order.
 - Time is that of all steps but the first. Ours is the column `seconds` of metrics.csv: the wait for a
@@ -23,7 +24,6 @@ printed from there and not run again. On a GPU both sides use the GPU.
 
 import argparse
 import csv
-import importlib.util
 import json
 import os
 import random
@@ -56,12 +56,8 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 # on CUDA TRL runs the head on completion tokens only; "completion-only head": on a CPU, too
 TRL = ("best", "completion-only head")
 
-HEAD = (
-    """| cell | beside | speed | range | our useful tokens/s | theirs | our peak GiB | theirs | memory | loss off by |
-"""
-    + "| --- " * 10
-    + "|"
-)
+HEAD = ("cell", "beside", "speed", "range", "our useful tokens/s", "theirs", "our peak GiB")
+HEAD += ("theirs", "memory", "loss off by")
 
 # ---- the model and the records of both sides -----------------------------------------------------
 
@@ -102,8 +98,8 @@ def write_records(name: str, records: list[dict]) -> str:
 
 
 def model_folder(name: str, shape: tuple[int, int, int, int]) -> str:
-    """A Hugging Face folder of a GPT-2 with random weights, and a tokenizer whose tokens are words.
-    A folder that is there is used again."""
+    """A Hugging Face folder of a GPT-2 with random weights, and a tokenizer of words.
+    An existing folder is reused."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -121,7 +117,7 @@ def model_folder(name: str, shape: tuple[int, int, int, int]) -> str:
 
 
 def save_words(folder: Path, vocab: int) -> None:
-    """Save a tokenizer whose tokens are an EOS and the words w1, w2, ... of this vocabulary."""
+    """Save a tokenizer with this vocabulary: an EOS and the words w1, w2, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,15 +134,15 @@ def save_words(folder: Path, vocab: int) -> None:
 def ours(tree: Path, program: str, settings: dict) -> list[dict]:
     """Run a program of this project in a process. -> the rows of its metrics.csv, one for each step;
     SystemExit if it fails"""
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory() as folder:
         settings = {
-            "out_dir": f"{out}/run", "batch_size": BATCH, "precision": "32-true", "data.shuffle": "false",
+            "out_dir": f"{folder}/run", "batch_size": BATCH, "precision": "32-true", "data.shuffle": "false",
             "optim.lr": 1e-4, "optim.schedule": "constant", "progress": "false", "eval.samples": 0,
             "val_interval": "null", "save_interval": "null", "log_interval": 1,
         } | settings  # fmt: skip
         options = [f"--{name}={value}" for name, value in settings.items()]
         run_process([sys.executable, str(tree / f"{program}.py"), *options])
-        with open(f"{out}/run/metrics.csv") as f:
+        with open(f"{settings['out_dir']}/metrics.csv") as f:
             return [{name: float(x) for name, x in row.items() if x} for row in csv.DictReader(f)]
 
 
@@ -160,8 +156,7 @@ def run_process(command: list[str]) -> str:
 def side(name: str, spec: dict) -> dict:
     """One run of a side: of TRL, of this tree or of another one. -> losses, seconds, peak_gib"""
     if name in TRL:
-        command = [environment(), __file__, "--trl", json.dumps(spec | {"side": name})]
-        return json.loads(run_process(command).splitlines()[-1])
+        return run_trl(spec | {"side": name})
     y = spec["completion"]
     # the longest prompt and completion (with its EOS) that make_records makes
     settings = {"data.max_prompt": 1000 - 3 * y, "data.max_completion": 3 * y + 1}
@@ -175,8 +170,17 @@ def side(name: str, spec: dict) -> dict:
     }
 
 
+def run_trl(spec: dict) -> dict:
+    """Run TRL's trainer in its environment. -> losses, z, seconds and peak_gib
+
+    settings of the spec are fields of TRL's config, lr has the learning rate of each step, and final is a folder for
+    the trained model."""
+    command = [environment(), __file__, "--trl", json.dumps(spec)]
+    return json.loads(run_process(command).splitlines()[-1])
+
+
 def trl(spec: dict) -> None:
-    """Run TRL's trainer and print its losses, seconds and peak_gib."""
+    """Run TRL's trainer and print what run_trl returns."""
     import datasets
     import torch
     import transformers
@@ -188,65 +192,64 @@ def trl(spec: dict) -> None:
 
         trl.trainer.utils._use_triton = lambda device: True
     datasets.disable_progress_bars()
-    rows = [json.loads(line) for line in open(spec["records"])]
+    rows = read_lines(Path(spec["records"]))
     size = spec["batch"]
     rows = [row for i in range(0, len(rows), size) for row in reversed(rows[i : i + size])]
-    config_class, trainer_class, settings = KTOConfig, KTOTrainer, {}
+    config_class, trainer_class = KTOConfig, KTOTrainer
     if spec["kind"] == "dpo":
         config_class, trainer_class = DPOConfig, DPOTrainer
-        settings = {"train_sampling_strategy": "sequential"}
-    args = config_class(
+    settings = dict(
         output_dir=str(OUT / "trl"), bf16=spec["precision"] == "bf16", use_cpu=not on_gpu, beta=0.1,
         per_device_train_batch_size=size, gradient_checkpointing=False, learning_rate=1e-4,
         lr_scheduler_type="constant", weight_decay=0.0, max_length=1024, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
-        num_train_epochs=1, **settings,
+        num_train_epochs=1, train_sampling_strategy="sequential",
     )  # fmt: skip
-    losses, ends = [], []
+    args = config_class(**settings | spec.get("settings", {}))
+    logged, ends = [], []
 
-    class Timer(transformers.TrainerCallback):
+    class Recorder(transformers.TrainerCallback):
+        def on_step_begin(self, _args, state, _control, optimizer=None, **__):
+            for group in optimizer.param_groups if "lr" in spec else []:
+                group["lr"] = spec["lr"][state.global_step]
+
         def on_step_end(self, *_, **__):
             ends.append(time.perf_counter())
 
         def on_log(self, _args, _state, _control, logs=None, **__):
             if "loss" in logs:
-                losses.append(logs["loss"])
+                logged.append(dict(logs))
 
     policy, reference = (
         transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
         for _ in range(2)
     )
     trainer = trainer_class(
-        model=policy, ref_model=reference, args=args, callbacks=[Timer()],
+        model=policy, ref_model=reference, args=args, callbacks=[Recorder()],
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=transformers.AutoTokenizer.from_pretrained(spec["model"]),
     )  # fmt: skip
     trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0
     peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(json.dumps({"losses": losses, "seconds": ends[-1] - ends[0], "peak_gib": peak}))
+    if "final" in spec:
+        policy.save_pretrained(spec["final"])
+    losses, z = ([logs.get(name) for logs in logged] for name in ("loss", "kl"))
+    seconds = ends[-1] - ends[0]
+    print(json.dumps({"losses": losses, "z": z, "seconds": seconds, "peak_gib": peak}))
 
 
 def environment() -> str:
-    """The Python that has TRL: this one, or that of out/vs_trl/venv, which is made if it is not there."""
-    if importlib.util.find_spec("trl"):
-        return sys.executable
+    """The Python that has TRL: that of out/vs_trl/venv if it exists, otherwise this one."""
     python = OUT / "venv" / "bin" / "python"
-    if not python.exists():
-        import torch
-
-        subprocess.run([sys.executable, "-m", "venv", OUT / "venv"], check=True)
-        version = torch.__version__.split("+")[0]
-        install = [python, "-m", "pip", "install", "-q", f"torch=={version}", "trl>=1.16", "peft"]
-        subprocess.run(install, check=True)
-    return str(python)
+    return str(python) if python.exists() else sys.executable
 
 
 # ---- taking turns --------------------------------------------------------------------------------
 
 
 def run_cell(kind: str, size: str, profile: str, precision: str, others: list[str]) -> list[dict]:
-    """Run a cell, this tree beside others: names of TRL, or a tree. -> a row of results for each"""
+    """Run a cell with this tree and with others, names of TRL or a tree. -> a row of results for each"""
     records = make_records(kind, size, profile)
     spec = {
         "kind": kind,
@@ -289,20 +292,24 @@ def refuse_other_training(row: dict) -> None:
         )
 
 
-def print_row(row: dict) -> None:
-    """Print a row of results (see run_cell) as a line of the table."""
+def print_result(row: dict) -> None:
+    """Print a row of results (see run_cell) in the table."""
     low, high = row["range"]
     our_peak, their_peak = row["peak_gib"]
-    cells = [
-        " ".join(row["cell"]),
-        row["trl"],
-        f"{row['ratio']:.2f}",
-        f"{low:.2f} to {high:.2f}",
-        *(f"{x:,.0f}" for x in row["tokens_s"]),
-        *(f"{x:.2f}" for x in (our_peak, their_peak, our_peak / their_peak)),
-        f"{row['loss_off']:.0e}",
-    ]
-    print(f"| {' | '.join(cells)} |", flush=True)
+    speeds = [f"{x:,.0f}" for x in row["tokens_s"]]
+    peaks = [f"{x:.2f}" for x in (our_peak, their_peak, our_peak / their_peak)]
+    cells = [" ".join(row["cell"]), row["trl"], f"{row['ratio']:.2f}", f"{low:.2f} to {high:.2f}"]
+    print_cells(*cells, *speeds, *peaks, f"{row['loss_off']:.0e}")
+
+
+def print_cells(*cells) -> None:
+    """Print a row of a table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def read_lines(file: Path) -> list[dict]:
+    """The objects of a .jsonl file; none if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def main() -> None:
@@ -310,11 +317,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", help="run only the cells that have all of these words")
-    parser.add_argument("--beside", type=Path, help="another tree of this project, in TRL's place")
+    parser.add_argument("--beside", type=Path, help="another tree of this project, instead of TRL")
     args = parser.parse_args()
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() and not args.beside else []
-    known = [json.loads(line) for line in lines]
-    print(HEAD)
+    known = [] if args.beside else read_lines(RESULTS)
+    print_cells(*HEAD)
+    print_cells(*["---"] * len(HEAD))
     for cell in product(["kto", "dpo"], SIZES, PROFILES, PRECISIONS):
         if not set(args.words) <= set(cell):
             continue
@@ -323,7 +330,7 @@ def main() -> None:
             others = [str(args.beside.resolve())] if args.beside else TRL
             rows = run_cell(*cell, others)
         for row in rows:
-            print_row(row)
+            print_result(row)
             refuse_other_training(row)
             if row not in known and not args.beside:
                 with RESULTS.open("a") as f:
