@@ -211,7 +211,7 @@ class RunSettings:
     """Settings shared by all programs. A program's own are a subclass with one more group."""
 
     model: str = content()
-    """What to start from: a Hugging Face id or folder, a PEFT or litgpt checkpoint folder, a run of
+    """What to start from: a Hugging Face id or folder, a PEFT folder, a run of
     ours or one of its checkpoints."""
     data: Data
     reference: str | None = content(default=None)

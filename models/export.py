@@ -2,15 +2,15 @@
 adapters: lora.py.)"""
 
 import codecs
-import contextlib
-from collections import Counter, defaultdict
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import huggingface_hub
 import torch
 import transformers
 import yaml
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -26,9 +26,9 @@ from models.hub import (
     names_in_model,
     read_config,
     read_json,
-    read_weights,
     root_id,
     stored_types,
+    weight_files,
     weights_hash,
     write_config,
 )
@@ -39,23 +39,12 @@ from records.sources import split_sources
 # ---- types of weights ----------------------------------------------------------------------------
 
 
-def export_types(
-    source: Source, trained: torch.dtype, dtype: torch.dtype | None = None
-) -> dict[str, torch.dtype]:
-    """The type of each weight in an export, by the names in the source's files. trained: the type of the
-    weights before the export. dtype: of all weights of the export; None: of each its own in the source."""
-    types = stored_types(source.root)
-    if dtype:
-        return dict.fromkeys(types, dtype)
-    # precision 64-true: nothing is rounded
-    return dict.fromkeys(types, torch.float64) if trained == torch.float64 else types
-
-
 def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
     """The type to which an export rounds trained weights; None if it rounds none of them."""
-    trained = torch.promote_types(dtype_of(cfg.precision), torch.float32)
-    types = export_types(source, trained).values()
-    narrow = [dtype for dtype in types if is_narrower(dtype, trained)]
+    if cfg.precision == "64-true":
+        return None
+    types = stored_types(source.root).values()
+    narrow = [dtype for dtype in types if is_narrower(dtype, torch.float32)]
     return widest(narrow) if narrow else None
 
 
@@ -100,11 +89,14 @@ def make_card(checkpoint: Source, library: str | None) -> str:
     about = {
         "library_name": library,
         "base_model": root_id(checkpoint),
-        **_licence_of(checkpoint.root),
         "datasets": list(dict.fromkeys(filter(is_hub_id, names))),
         "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
     }
     metadata = yaml.safe_dump({k: v for k, v in about.items() if v}, sort_keys=False)
+    # absolute paths say whose machine it was, and nothing lies there elsewhere
+    shown = re.sub(
+        r"(?<![\w:/.])/[^,\n]*/", "", yaml.safe_dump(settings, sort_keys=False, width=1000)
+    )
     return f"""---
 {metadata}---
 
@@ -112,44 +104,8 @@ Trained by {state.hashes["program"]} for {state.step} steps, on data whose token
 the hash `{state.hashes["records"]}`, with these settings (of paths the last names):
 
 ```yaml
-{yaml.safe_dump(_without_folders(settings), sort_keys=False)}```
+{shown}```
 """
-
-
-def _licence_of(folder: Path) -> dict[str, str]:
-    """What the card of a model says about its licence, if it has one that can be read."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        metadata = huggingface_hub.metadata_load(folder / "README.md") or {}
-        return {
-            x: metadata[x] for x in ("license", "license_name", "license_link") if x in metadata
-        }
-    return {}
-
-
-# settings that hold paths, by their last name, so that a fork's reward.model is among them
-PATHS = (
-    "model",
-    "reference",
-    "reference_cache",
-    "train",
-    "val",
-    "test",
-    "chat_template",
-    "out_dir",
-)
-
-
-def _without_folders(settings: dict) -> dict:
-    """Settings without the folders of absolute paths: these say whose machine it was, and nothing lies there
-    elsewhere."""
-    shown = dict(settings)
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            shown[name] = _without_folders(value)
-        elif name in PATHS and isinstance(value, str):
-            parts = split_sources(value)
-            shown[name] = ",".join(Path(x).name if x.startswith("/") else x for x in parts)
-    return shown
 
 
 # ---- write ---------------------------------------------------------------------------------------
@@ -167,84 +123,83 @@ def export(
     adapters: Mapping[str, Adapter] = {},
 ) -> None:
     """Write a model as a Hugging Face folder: a copy of the source's, with these weights and adapters. rows: see
-    model.Packed. notes: more files, {name: text}. dtype: see export_types. seed: of the rounding. `weights` is
-    empty afterwards, so that a large model need not be in memory twice. Raises BadInput."""
-    types = export_types(source, next(iter(weights.values())).dtype, dtype)
-    tensors = _tensors_of_files(source, rows, weights, types, seed, adapters)
-    numbers_of = Counter()
-    for x in tensors.values():
-        numbers_of[x.dtype] += x.numel()
-    _write_weights(tensors, out)
+    model.Packed. notes: more files, {name: text}. dtype: of all weights; None: of each its own in the source, but
+    float64 after a run in 64-true. seed: of the rounding. `weights` is empty afterwards, so that a large model need not
+    be in memory twice."""
+    if next(iter(weights.values())).dtype == torch.float64:
+        dtype = dtype or torch.float64
+    out.mkdir(parents=True, exist_ok=True)
+    numbers_of = _write_weights(source, rows, weights, out, dtype, seed, adapters)
     for file in source.files:
         copy_text(file, out / file.name)
     _say_type_in_config(out / "config.json", numbers_of)
-    templates = source.tokenizer / "additional_chat_templates"
-    if templates.exists():
-        (out / templates.name).mkdir()  # not copytree, which also copies modes
-        for file in templates.iterdir():
-            copy_text(file, out / templates.name / file.name)
     for name, text in notes.items():
         (out / name).write_text(text)
     if "chat_template.jinja" in notes:
         _say_template_in_config(out / "tokenizer_config.json", notes["chat_template.jinja"])
 
 
-def _tensors_of_files(
+def _write_weights(
     source: Source,
     rows: dict[str, Rows],
     weights: dict[str, torch.Tensor],
-    types: dict[str, torch.dtype],
+    out: Path,
+    dtype: torch.dtype | None,
     seed: int,
     adapters: Mapping[str, Adapter],
-) -> dict[str, torch.Tensor]:
-    """What an export writes, by the names and in the types of the files. See export, for which `weights` becomes
-    empty."""
+) -> Counter:
+    """Write files of weights like the source's, with the same names. See export. -> how many numbers have each type"""
     with torch.device("meta"):
         shell = transformers.AutoModelForCausalLM.from_config(read_config(source))
+    types = stored_types(source.root)
     name_of = names_in_model(shell, types)
-    types_of = defaultdict(set)  # of a tensor that joins several weights of the files
-    for file_name, name in name_of.items():
-        types_of[name].add(types[file_name])
-    # {our weight: the last of transformers' names that is cut from it}; after that one it is freed
-    last_of = {r.name: name for name, r in rows.items()}
-    tensors = {}
-    for name, r in rows.items():
-        if r.name not in weights:  # a tied head is the embedding
-            continue
-        x = r.of(weights[r.name])
-        if adapter := adapters.get(name.removesuffix(".weight")):
-            delta = delta_of(adapter)
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            x = x + (delta.T if r.transposed else delta)
-        if last_of[r.name] == name:
-            del weights[r.name]
-        types_of_parts = types_of[name] or types_of[r.name] or types.values()
-        tensors[name] = round_at_random(x, widest(types_of_parts), name, seed)
-    tensors = revert_weight_conversion(shell, tensors)
-    # What is not ours stays the same: constants, a vision tower, layers that predict more tokens at once.
-    our_names = {*rows, *(r.name for r in rows.values())}  # the files of litgpt have our names
-    our_names -= dict(shell.named_buffers()).keys()
-    tensors |= read_weights(source.root, [x for x in types if name_of[x] not in our_names])
-    for name, x in tensors.items():
-        tensors[name] = round_at_random(x, types.get(name, x.dtype), name, seed)
-    return tensors
+    if dtype:
+        types = dict.fromkeys(types, dtype)
+    names = rows.keys() & set(name_of.values()) - dict(shell.named_buffers()).keys()
+    embedding = shell.get_input_embeddings()
+    modules = shell.named_modules()
+    tied = next(rows[f"{name}.weight"].name for name, m in modules if m is embedding)
+    # a tied head is not among the weights
+    trained = {name: rows[name].of(weights.get(rows[name].name, weights[tied])) for name in names}
+    weights.clear()
+    trained = revert_weight_conversion(shell, trained)  # the files have each expert apart
+    numbers_of: Counter = Counter()
+    file_of = {}
+    for file in weight_files(source.root):
+        part = {}
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():
+                name_in_model = name_of.get(name, name)
+                key = name if name in trained else name_in_model
+                if key in trained:
+                    x = trained.pop(key)
+                else:  # a vision tower, layers that predict more tokens, constants
+                    x = stored.get_tensor(name)
+                if adapter := adapters.get(name_in_model.removesuffix(".weight")):
+                    x = _with_adapter(x, adapter, rows[name_in_model].transposed)
+                part[name] = round_at_random(x, types.get(name, x.dtype), key, seed)
+                numbers_of[part[name].dtype] += x.numel()
+        save_file(part, out / file.name, {"format": "pt"})
+        file_of |= dict.fromkeys(part, file.name)
+    assert not trained, f"the source's files have no place for {', '.join(trained)}"
+    if len(set(file_of.values())) > 1:
+        size = sum(n * kind.itemsize for kind, n in numbers_of.items())
+        index = {"metadata": {"total_size": size}, "weight_map": file_of}
+        write_config(out / "model.safetensors.index.json", index)
+    return numbers_of
+
+
+def _with_adapter(x: torch.Tensor, adapter: Adapter, transposed: bool) -> torch.Tensor:
+    """A weight of the files with an adapter added to it. transposed: see Rows."""
+    delta = delta_of(adapter)
+    if transposed:
+        delta = delta.T
+    return x.to(torch.promote_types(x.dtype, torch.float32)) + delta
 
 
 def copy_text(file: Path, copy: Path) -> None:
     """Copy a file without its byte order mark, which would begin every prompt if the file is a chat template."""
     copy.write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
-
-
-def _write_weights(tensors: dict[str, torch.Tensor], out: Path) -> None:
-    """Write tensors as Hugging Face's files of at most 5 GB. `tensors` is empty afterwards."""
-    out.mkdir(parents=True, exist_ok=True)
-    split = huggingface_hub.split_torch_state_dict_into_shards(tensors)
-    for file, names in split.filename_to_tensors.items():
-        part = {name: tensors.pop(name).contiguous() for name in names}
-        save_file(part, out / file, {"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_config(out / "model.safetensors.index.json", index)
 
 
 def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | None = None) -> None:

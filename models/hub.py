@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +42,8 @@ REFUSED = re.compile(  # the fields with any value but null and false
 )
 # Files that an export takes over from its source. Of the model: its own config.json (transformers
 # would write one that has our changes and that other versions may not read), of sampling, and of the
-# processors of images.
-MODEL_FILES = re.compile("config.json|generation_config|(pre)?processor")
+# processors of images; and code that a config may name.
+MODEL_FILES = re.compile(r"config.json|generation_config|(pre)?processor|.*\.py$")
 TOKENIZER_FILES = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
 
 # transformers' name of a part of GPT-2 or of a Llama-shaped model, and litgpt's. q, k and v are one
@@ -83,7 +83,7 @@ class Source(NamedTuple):
     """A model on disk."""
 
     folder: Path
-    """A Hugging Face or a litgpt folder; or, if `base` is given, a checkpoint of a run or a PEFT folder."""
+    """A Hugging Face folder; or, if `base` is given, a checkpoint of a run or a PEFT folder."""
     base: "Source | None" = None
 
     @property
@@ -100,16 +100,10 @@ class Source(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """The files of config, sampling and tokenizer, and of code, in folders whose config names code. An
-        export copies these files, a resume compares them. The code is never run."""
+        """The files of config, sampling, tokenizer and code. An export copies these files, a resume compares
+        them. The code is never run."""
         files = [file for file in sorted(self.root.iterdir()) if MODEL_FILES.match(file.name)]
-        for file in sorted(self.tokenizer.iterdir()):
-            if TOKENIZER_FILES.match(file.name) and file.is_file():
-                files.append(file)
-        configs = [file for file in files if file.name.endswith("config.json")]
-        with_code = {file.parent for file in configs if read_json(file).get("auto_map")}
-        for folder in sorted(with_code):
-            files += sorted(folder.glob("*.py"))
+        files += [x for x in sorted(self.tokenizer.iterdir()) if TOKENIZER_FILES.match(x.name)]
         return files
 
     @property
@@ -122,7 +116,7 @@ class Source(NamedTuple):
 
 
 def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
-    """The model that a setting names: a Hugging Face folder or id, a litgpt folder, a run (its
+    """The model that a setting names: a Hugging Face folder or id, a run (its
     `final`), a checkpoint of a run, or a PEFT folder. `what`: the setting. weights=False: a
     download leaves them out. Raises BadInput."""
     folder = find_path(name)
@@ -153,8 +147,7 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
                 f"{what}: {name}: config.json has a quantization_config: the weights are quantised, and only weights "
                 "in 16 or 32 bits are read; name the same model in bfloat16 (--lora.quantize nf4 holds it in 4 bits)"
             )
-        if not (folder / "lit_model.pth").exists():
-            weight_files(folder)
+        weight_files(folder)
     if not base:
         return Source(folder)
     if (folder / "adapter_config.json").exists():
@@ -168,14 +161,7 @@ def _download(name: str, what: str, weights: bool) -> Path:
     if weights:
         wanted.append("*.safetensors")
     # Mistral's second copy of the weights, and folders with other formats (onnx/, original/)
-    unwanted = [
-        "consolidated*",
-        "*/*.json",
-        "*/*.txt",
-        "*/*.py",
-        "*/*.model",
-        "*/*.safetensors",
-    ]
+    unwanted = ["consolidated*", "*/*"]
     with user_error(
         f"{what}: {name}: no such folder here, and not fetched from huggingface.co; without a network, "
         "download it elsewhere and give the folder that holds config.json and model.safetensors"
@@ -288,17 +274,6 @@ def litgpt_sizes(c: transformers.PretrainedConfig) -> dict:
     )  # fmt: skip
 
 
-def experts_per_token(c: transformers.PretrainedConfig) -> int:
-    """How many experts a token uses, by a text config of transformers; 0 without experts."""
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k"):
-        n = getattr(c, name, None)
-        if isinstance(n, list):
-            return n[-1]  # HunYuan has a number for each layer
-        if n is not None:
-            return n
-    return 0
-
-
 # ---- names of weights, and their hash -------------------------------------------------------------
 
 
@@ -350,39 +325,19 @@ def weights_hash(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = N
 
 # ---- read a whole model --------------------------------------------------------------------------
 
-STORED_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
-
 
 def stored_types(folder: Path) -> dict[str, torch.dtype]:
-    """The type of each weight in the files of a Hugging Face or a litgpt folder, by the names that they have there.
-    config.json may say another one."""
-    if (folder / "lit_model.pth").exists():
-        weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
-        return {name: x.dtype for name, x in weights.get("model", weights).items()}
+    """The type of each weight in the files of a Hugging Face folder, by the names that they have there. config.json may
+    say another one."""
     types = {}
     for file in weight_files(folder):
         not_whole = f"{file}: downloaded only in part? (hf download or git lfs pull fetches all)"
         with user_error(not_whole), safe_open(file, "pt") as weights:
             for name in weights.keys():
-                stored = weights.get_slice(name).get_dtype()
-                if stored in STORED_TYPES:  # no integers
-                    types[name] = STORED_TYPES[stored]
+                dtype = weights.get_tensor(name).dtype
+                if dtype.is_floating_point:
+                    types[name] = dtype
     return types
-
-
-def read_weights(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """These weights, by their names in the files of a Hugging Face folder."""
-    tensors = {}
-    for file in weight_files(folder) if names else []:
-        with safe_open(file, "pt") as weights:
-            for name in set(names).intersection(weights.keys()):
-                tensors[name] = weights.get_tensor(name)
-    return tensors
 
 
 def names_in_model(hf: transformers.PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
@@ -441,7 +396,7 @@ def refuse_missing_weights(folder: Path, files: list[Path]) -> None:
 def read_whole(
     folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype | None
 ) -> transformers.PreTrainedModel:
-    """transformers' model of a Hugging Face or a litgpt folder, on the CPU, with its weights in `dtype`; None: in a
+    """transformers' model of a Hugging Face folder, on the CPU, with its weights in `dtype`; None: in a
     type that has all numbers of the files. Raises BadInput where weights are missing, unknown or of another shape:
     transformers would only log this."""
     auto = transformers.AutoModelForCausalLM
@@ -455,13 +410,6 @@ def read_whole(
     with user_error(None, folder):
         dtype = dtype or widest(stored_types(folder).values())
         options = dict(attn_implementation="eager", dtype=dtype)
-        if (folder / "lit_model.pth").exists():
-            hf = auto.from_config(config, **options)
-            weights = torch.load(folder / "lit_model.pth", weights_only=True, mmap=True)
-            weights = weights.get("model", weights)
-            rows_by_name = litgpt_rows(hf.state_dict())
-            hf.load_state_dict({name: r.of(weights[r.name]) for name, r in rows_by_name.items()})
-            return hf
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
     unused = _unused_weights(config.get_text_config())

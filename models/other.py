@@ -12,7 +12,7 @@ from torch import nn
 from attention import Layer, PackedAttention
 from head import autocast
 from model import Packed
-from models.hub import Rows, blocks_of_decoder, experts_per_token, litgpt_sizes
+from models.hub import Rows, blocks_of_decoder, litgpt_sizes
 from sampler import KVCache
 
 ATTENTION = "packed"  # the name under which transformers finds our attention
@@ -67,7 +67,7 @@ class TransformersGPT(Packed):
         self.objective_module = None
         replace_attention(hf)
         c = hf.config.get_text_config()
-        self.config = litgpt.Config(**litgpt_sizes(c), n_expert_per_token=experts_per_token(c))
+        self.config = litgpt.Config(**litgpt_sizes(c))
         self.max_seq_length = self.config.block_size
         self.decoder = hf.get_decoder()
         self.lm_head = hf.get_output_embeddings()

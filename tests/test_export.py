@@ -164,7 +164,7 @@ def test_a_model_in_16_bits_is_loaded_and_exported_without_a_second_one_in_float
         vocab_size=512,
         hidden_size=512,
         intermediate_size=2048,
-        num_hidden_layers=16,
+        num_hidden_layers=8,
         num_attention_heads=8,
     )
     hf = made(config, tmp_path / "base").bfloat16()
@@ -175,10 +175,9 @@ def test_a_model_in_16_bits_is_loaded_and_exported_without_a_second_one_in_float
     train(tmp_path / "base", ratings, tmp_path / "run", *argv)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     n = hf.num_parameters()
-    base, out, final = tmp_path / "base", tmp_path / "out", tmp_path / "run" / "final"
-    assert 3.5 < peak_of(f"gpt = load_model('{base}')", llama) / n < 5, "bytes a weight, in float32"
-    assert 1.8 < peak_of(f"gpt = load_model('{base}', None)", llama) / n < 3, "in bfloat16"
-    assert peak_of(f"export.main(['{checkpoint}', '--out', '{out}'])", llama) / n < 3
+    out, final = tmp_path / "out", tmp_path / "run" / "final"
+    # export.py loads the base, too
+    assert 1.8 < peak_of(f"export.main(['{checkpoint}', '--out', '{out}'])", llama) / n < 3
     exported = [load_file(x / "model.safetensors") for x in (out, final)]
     assert same_weights(*exported)
 
@@ -393,7 +392,12 @@ def test_each_weight_keeps_the_type_of_its_file_and_what_is_frozen_its_bits(
     argv += ("--lora.rank=2", "--lora.targets=q_proj")
     train(tmp_path / "in", rated, tmp_path / "run", *argv)
     final = tmp_path / "run" / "final"
-    found = load_file(final / "model.safetensors")
+    index = json.loads((final / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {}
+    for file in sorted(set(index.values())):
+        part = load_file(final / file)
+        assert set(part) == {name for name, x in index.items() if x == file}
+        found |= part
     assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in weights.items()}
     changed = [n for n, x in found.items() if not torch.equal(x, weights[n])]
     assert changed and all("q_proj" in n for n in changed)
@@ -582,7 +586,6 @@ def test_a_card_names_its_model_and_data_by_their_ids_and_no_folder_of_this_mach
 ):
     """The Hub refuses a path as base_model, and a card without it is in no tree of models."""
     llama = shutil.copytree(llama, tmp_path / "base")
-    (llama / "README.md").write_text("---\nlicense: other\nlicense_name: own\n---\n# A model\n")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(llama))
     run = tmp_path / "run"
     train("org/base", ratings, run, *STEPS, *LORA, "--max_steps=1")
@@ -592,8 +595,6 @@ def test_a_card_names_its_model_and_data_by_their_ids_and_no_folder_of_this_mach
         for name, library in libraries.items():
             card = huggingface_hub.ModelCard.load(folder / name / "README.md")
             assert (card.data.base_model, card.data.library_name) == (base, library)
-            licence = ("other", "own") if base else (None, None)
-            assert (card.data.license, card.data.get("license_name")) == licence
             assert card.data.tags == ["kto", "preference-tuning"] and card.data.datasets is None
             assert f"  train: {ratings.name}\n" in card.text
             assert f"out_dir: {folder.name}\n" in card.text
@@ -653,19 +654,3 @@ def test_an_export_is_replaced_whole_though_another_program_has_a_file_of_it_ope
     after = load_file(out / "final" / "model.safetensors")
     assert all(torch.equal(x, after[name]) for name, x in before.items())
     assert seen and all(seen), "whole, or not there for a moment"
-
-
-CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-def test_a_folder_of_templates_beside_the_tokenizer_is_exported(tiny, ratings, tmp_path):
-    """Command-R's tokenizer and others have several templates; transformers writes all but the default into it."""
-    source = shutil.copytree(tiny, tmp_path / "model")
-    more = source / "additional_chat_templates" / "tool_use.jinja"
-    more.parent.mkdir()
-    for file in (source / "chat_template.jinja", more):
-        file.write_text(CONTENTS, encoding="utf-8-sig")
-    train(source, ratings, tmp_path / "run", "--batch_size=6", "--max_steps=1")
-    for file in (source / "chat_template.jinja", more):
-        exported = tmp_path / "run/final" / file.relative_to(source)
-        assert exported.read_text() == CONTENTS, "without the mark of byte order"

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
-import litgpt
 import pytest
 import torch
 from conftest import train
@@ -33,20 +32,19 @@ def test_every_shape_computes_what_transformers_does_and_goes_back(name, tmp_pat
     assert same_weights(*(load_file(tmp_path / x / "model.safetensors") for x in ("in", "out")))
 
 
-def test_a_litgpt_checkpoint_folder_loads_as_its_hugging_face_one_and_goes_out(tmp_path):
-    made(HF["llama"], tmp_path)
-    gpt = load.load_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    refused(
-        "weights are missing: no model.safetensors; either they were", load.load_model, tmp_path
-    )
-    torch.save(gpt.state_dict(), tmp_path / "lit_model.pth")
-    litgpt.utils.save_config(gpt.config, tmp_path)
-    read = load.load_model(tmp_path)
-    assert same_weights(read.unique_parameters(), gpt.unique_parameters())
-    export(Source(tmp_path), read.rows, read.unique_parameters(), tmp_path / "out")
-    again = load.load_model(tmp_path / "out").unique_parameters()
-    assert same_weights(again, gpt.unique_parameters())
+def test_a_tied_head_is_written_by_the_name_that_the_files_have(tmp_path):
+    """Some programs store the head and leave out the embedding."""
+    made(HF["llama, tied"], tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, file, {"format": "pt"})
+    gpt = load.load_model(tmp_path / "in")
+    with torch.no_grad():
+        gpt.embedding.weight.add_(1)
+    export(Source(tmp_path / "in"), gpt.rows, gpt.unique_parameters(), tmp_path / "out")
+    weights["lm_head.weight"] += 1
+    assert same_weights(load_file(tmp_path / "out" / "model.safetensors"), weights)
 
 
 def test_a_fingerprint_is_of_weights_shapes_types_and_names_and_of_no_order(tiny):
