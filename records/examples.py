@@ -137,8 +137,8 @@ def load_file(
             raise BadInput(f"{where}: {'completion' if prompt else 'prompt'}: it has no tokens")
         if any(tokenizer.unknown in ids for ids in (prompt, *completions)):
             counts["with letters that the tokenizer does not know"] += 1
-        whole = example_of(record, where, prompt, completions)
-        example = cut_example(whole, tokenizer.first_tokens(prompt), data, counts)
+        n_first = tokenizer.first_tokens(prompt)
+        example = example_of(record, where, prompt, completions, n_first, data, counts)
         asked = {}
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered anew
             asked = fields_of_prompt(asked_record(record, tokenizer, by_template))
@@ -224,12 +224,22 @@ def encode_texts(
 
 
 def example_of(
-    record: Record, where: str, prompt: list[int], completions: list[list[int]]
+    record: Record,
+    where: str,
+    prompt: list[int],
+    completions: list[list[int]],
+    n_first: int,
+    data: Data,
+    counts: Counter,
 ) -> Example:
-    """The example of a record and its token ids."""
+    """The example of a record and its token ids, without a long prompt's beginning, but with its first n_first tokens,
+    and without long completions' ends."""
+    begin = n_first + max(0, len(prompt) - data.max_prompt)
+    counts["prompts cut"] += begin > n_first
+    counts[COMPLETIONS_CUT] += sum(len(ids) > data.max_completion for ids in completions)
     return Example(
-        prompt=np.array(prompt, np.int32),
-        completions=tuple(np.array(ids, np.int32) for ids in completions),
+        prompt=np.array(prompt[:n_first] + prompt[begin:], np.int32),
+        completions=tuple(np.array(ids[: data.max_completion], np.int32) for ids in completions),
         label=record.label is None or record.label,
         rewards=record.rewards,
         where=where,
@@ -257,19 +267,6 @@ def our_records(
         if is_place(source):
             place = f"{place} (from {source})"
         yield place, record
-
-
-def cut_example(example: Example, n_first: int, data: Data, counts: Counter) -> Example:
-    """The example without a long prompt's beginning, but with its first n_first tokens, and without long completions'
-    ends."""
-    too_many = max(0, len(example.prompt) - data.max_prompt)
-    counts["prompts cut"] += too_many > 0
-    counts[COMPLETIONS_CUT] += sum(len(ids) > data.max_completion for ids in example.completions)
-    return example._replace(
-        prompt=np.delete(example.prompt, slice(n_first, n_first + too_many)),
-        # a view would keep all of the ids
-        completions=tuple(ids[: data.max_completion].copy() for ids in example.completions),
-    )
 
 
 def learned_from(example: Example, kind: Kind, counts: Counter) -> list[Example]:

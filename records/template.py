@@ -1,10 +1,9 @@
 """Messages to text, by a model's chat template; and a check that the text has all that the record says.
 
 transformers runs the template in its sandbox. A template leaves out what it does not know, without a
-word: turns of a role, a field of a message, text beside a tool call; and some quote a text of JSON once
-more. So each rendered record is checked. Reading order: ChatTemplate.render, then ChatTemplate.check: the template
-writes the record once more with a mark on both sides of each text (mark_texts), and each marked text must stand there
-once (faults_of_texts).
+word: turns of a role, a field of a message, text beside a tool call. So each rendered record is checked. Reading
+order: ChatTemplate.render, then ChatTemplate.check: the template writes the record once more with a mark on both sides
+of each text (mark_texts), and each marked text must stand there once (faults_of_texts).
 """
 
 import json
@@ -31,11 +30,7 @@ Write = Callable[..., str]  # messages to text
 
 
 class LeftOut(BadInput):
-    """The chat template leaves out, doubles or quotes a text of the record."""
-
-
-class Unlike(BadInput):
-    """The chat template writes a prompt differently when an answer follows."""
+    """The chat template leaves out or doubles a text of the record."""
 
 
 class Text(NamedTuple):
@@ -57,7 +52,7 @@ class ChatTemplate:
         self.date = date
         self.kwargs = kwargs
         self.source = str(hf.chat_template)
-        self.uses_date = not self.ignores("strftime_now")
+        self.uses_date = "strftime_now" in self.source
         # the settings of the first record, for around_plain_answer
         self.first: Record | None = None
 
@@ -107,15 +102,15 @@ class ChatTemplate:
             raise BadInput("cut: expected an answer that is a text, without calls and reasoning")
         if not is_text:
             record = record._replace(cut=None)
-        errors = []
-        # Some templates want the arguments of tool calls as objects, others as texts of JSON.
-        for form in forms_of_calls([*turns, *answers]):
+        with user_error("tool_calls"):
+            forms = forms_of_calls([*turns, *answers])
+        first_error = None
+        for form in forms:
             try:
                 return self.render_form(record, form[: len(turns)], form[len(turns) :], counts)
             except BadInput as e:
-                errors.append(e)
-        # what the template itself raises may be about this form alone
-        raise min(errors, key=lambda e: not isinstance(e, LeftOut | Unlike))
+                first_error = first_error or e
+        raise first_error
 
     def render_form(
         self, record: Record, turns: list[dict], answers: list[dict], counts: Counter
@@ -147,10 +142,6 @@ class ChatTemplate:
             counts[CONTINUED] += 1
         return prompt, completions
 
-    def ignores(self, field: str) -> bool:
-        """Whether the template's text never names a field of a message."""
-        return not re.search(rf"\b{re.escape(field)}\b", self.source)
-
     def check(
         self,
         write: Write,
@@ -160,7 +151,7 @@ class ChatTemplate:
         completion: str | None,
     ) -> bool:
         """Whether the template leaves out reasoning of the turns before the answer. Raises LeftOut if it leaves out,
-        doubles or quotes another text of the record."""
+        or doubles any other text of the record."""
         rendered = prompt + (completion or "")
         lost = [x for x in texts_of_tools(record, dialogue) if not stands_in(x.text, rendered)]
         faults = [(text, "does not write") for text in lost]
@@ -172,11 +163,6 @@ class ChatTemplate:
                 what = f"{text.field}: {text.text!r:.50} (data.left_out)"
                 raise LeftOut(f"{text.role}: the chat template {fault} its {what}")
             has_lost_reasoning = True
-        emptied = without_null(dialogue)
-        if emptied != dialogue and "None" in rendered:
-            # a text may have this word, too
-            if rendered.count("None") > write(emptied).count("None"):
-                raise LeftOut("assistant: the chat template writes its content, null, as None")
         return has_lost_reasoning
 
 
@@ -244,7 +230,7 @@ def text_behind(prompt: str, dialogue: str) -> str:
             "; the prompt opens a thinking that the dialogue does not have: data.chat_template_kwargs, such as "
             "enable_thinking=false, or another data.chat_template may mend it"
         )
-    raise Unlike(
+    raise BadInput(
         "chat template: the rendered dialogue does not begin with the rendered prompt: "
         f"{dialogue[n:]!r:.50} in place of {more!r:.50}{advice}"
     )
@@ -270,32 +256,15 @@ def join_turns(turn: dict, continuation: dict) -> dict:
 # ---- tool calls ----------------------------------------------------------------------------------
 
 
-def forms_of_calls(turns: list[dict]) -> Iterator[list[dict]]:
-    """The forms of argument_forms; each then with an empty text in place of null beside a call, as engines give it to
-    templates that write null as None or can do nothing with it."""
-    for form in argument_forms(turns):
-        yield form
-        emptied = without_null(form)
-        if emptied != form:
-            yield emptied
-
-
-def without_null(turns: list[dict]) -> list[dict]:
-    """The turns with an empty text where a turn has none."""
-    return [{**turn, "content": turn.get("content") or ""} for turn in turns]
-
-
-def argument_forms(turns: list[dict]) -> Iterator[list[dict]]:
-    """The turns as they are; then with the calls' arguments as objects, then as texts of JSON, if that
-    is something else."""
-    yield turns
-    if not any(turn.get("tool_calls") for turn in turns):
-        return
+def forms_of_calls(turns: list[dict]) -> list[list[dict]]:
+    """The forms of tool calls that templates want: the arguments as objects, or as texts of JSON; beside a call an
+    empty text, or null. The first form has objects and empty texts, as engines give them. Raises BadInput."""
+    forms: list[list[dict]] = []
     for convert in (as_object, as_json_text):
-        with user_error("tool_calls"):
-            changed = [with_arguments(turn, convert) for turn in turns]
-        if changed != turns:
-            yield changed
+        converted = [with_arguments(turn, convert) for turn in turns]
+        emptied = [{**turn, "content": turn.get("content") or ""} for turn in converted]
+        forms += [form for form in (emptied, converted) if form not in forms]
+    return forms
 
 
 def with_arguments(turn: dict, convert: Callable) -> dict:
@@ -312,31 +281,27 @@ def with_arguments(turn: dict, convert: Callable) -> dict:
 
 
 def as_object(arguments: object) -> object:
-    """Arguments that are a text of a JSON object as that object; all others as they are."""
+    """Arguments as an object. Raises BadInput if they are the text of something else."""
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments, object_pairs_hook=unique_keys)
-        except ValueError:
-            return arguments
-        if isinstance(parsed, dict):
-            return parsed
+        arguments = json.loads(arguments or "{}", object_pairs_hook=unique_keys)
+    if not isinstance(arguments, dict | type(None)):
+        raise BadInput(f"arguments: expected a JSON object, got {arguments!r:.50}")
     return arguments
 
 
-def as_json_text(arguments: object) -> object:
-    """Arguments that are an object as a text of JSON, as tojson writes it in templates."""
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+def as_json_text(arguments: object) -> str:
+    """Arguments as a text of JSON, as tojson writes it in templates."""
+    return json.dumps(as_object(arguments), ensure_ascii=False)
 
 
 # ---- is all there? -------------------------------------------------------------------------------
 
 
 def mark_of(i: int) -> str:
-    """It has a quotation mark, so that one sees whether a template quotes it."""
-    return f'qz{i}"zq'
+    return f"qz{i}zq"
 
 
-MARKS = re.compile(r'qz\d+\\?"zq')
+MARKS = re.compile(r"qz\d+zq")
 
 
 def mark_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
@@ -364,8 +329,7 @@ def mark_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
         if turn["role"] not in RESULTS:
             fields.append("name")
         texts_of_turn = {field: mark(turn[field], i, field) for field in fields if field in turn}
-        new = {**turn, **texts_of_turn}
-        marked.append(with_arguments(new, partial(mark, turn=i, field="arguments")))
+        marked.append({**turn, **texts_of_turn})
     return marked, texts
 
 
@@ -373,7 +337,7 @@ def faults_of_texts(
     write: Write, dialogue: list[dict], prompt: str, completion: str | None
 ) -> list[tuple[Text, str]]:
     """(text, what the template does to it) for each text of the dialogue that does not stand once in what the template
-    writes. Those of arguments come last: another form of them may have none."""
+    writes."""
     marked, texts = mark_texts(dialogue)
     whole = prompt + (completion or "")
     written = ""
@@ -390,14 +354,14 @@ def faults_of_texts(
         return faults
     for i, text in enumerate(texts):
         between_marks = mark_of(i) + text.text + mark_of(i)
-        plain, quoted = written.count(between_marks), written.count(in_json(between_marks))
-        if not plain + quoted:
+        n = written.count(between_marks)
+        if in_json(between_marks) != between_marks:
+            n += written.count(in_json(between_marks))
+        if not n:
             faults.append((text, "does not write"))
-        elif plain + quoted > 1 and text.field not in ("name", "arguments"):
+        elif n > 1 and text.field != "name":
             faults.append((text, "writes more than once"))
-        elif text.field == "arguments" and quoted:
-            faults.append((text, "quotes"))
-    return sorted(faults, key=lambda fault: fault[0].field == "arguments")
+    return faults
 
 
 def in_json(text: str) -> str:
