@@ -1,3 +1,3 @@
-"""A model on disk, in this order: hub.py (where it lies, its config, the names of its weights, what transformers
-computes with it), load.py (how it becomes the model that computes), lora.py (its adapters, PEFT's folders), quantize.py
-(4 bits), export.py (how it is written)."""
+"""A model on disk, in this order: hub.py (its place, its config, the names of its weights, transformers'
+log-probs), load.py (from files to the model that computes), lora.py (its adapters), quantize.py (4 bits), export.py
+(writing it)."""

@@ -40,7 +40,7 @@ from records.sources import split_sources
 
 
 def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
-    """The type to which an export rounds trained weights; None if it rounds none of them."""
+    """The type of rounded trained weights in an export; None if it rounds none of them."""
     if cfg.precision == "64-true":
         return None
     types = stored_types(source.root).values()
@@ -80,8 +80,8 @@ def _say_template_in_config(file: Path, template: str) -> None:
 
 
 def make_card(checkpoint: Source, library: str | None) -> str:
-    """README.md of what a checkpoint is exported to, for the Hub: which model and data it comes from, as far as
-    they have ids there, and the settings. library: what loads the export."""
+    """README.md of an exported checkpoint, for the Hub: the Hub ids of its model and data, if they have some, and the
+    settings. library: the library that loads the export."""
     settings = read_settings(checkpoint.folder)
     state = read_state(checkpoint.folder)
     parts = split_sources(settings["data"]["train"])
@@ -93,7 +93,7 @@ def make_card(checkpoint: Source, library: str | None) -> str:
         "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
     }
     metadata = yaml.safe_dump({k: v for k, v in about.items() if v}, sort_keys=False)
-    # absolute paths say whose machine it was, and nothing lies there elsewhere
+    # absolute paths mean nothing on another machine
     shown = re.sub(
         r"(?<![\w:/.])/[^,\n]*/", "", yaml.safe_dump(settings, sort_keys=False, width=1000)
     )

@@ -1,4 +1,4 @@
-"""A model on disk: where it lies, its config, the names of its weights, the log-probs that it gives.
+"""A model on disk: its place, its config, the names of its weights, its log-probs.
 
 transformers reads and computes all of it. A checkpoint and a PEFT folder hold only trained weights:
 their Source has a base, and models/load.py puts the trained weights into the base's model. This file
@@ -33,16 +33,16 @@ transformers.logging.disable_progress_bar()
 
 # Quantised weights, by any method.
 QUANTISED = re.compile(r'"(quantization|compression)_config":\s*\{\s*"')
-# What a config must not say: attention or rotary positions that change with the
+# Refused in a config: attention or rotary positions that change with the
 # length of the text, because models/load.py compares short texts only. longrope's positions change only
 # beyond the original context, and context_of allows no longer text.
 REFUSED = re.compile(  # the fields with any value but null and false
     '"(attn_temperature_tuning|attention_chunk_size|llama_4_scaling_beta)"(?=: [^nf])'
     '|"rope_type": "(?!default|linear|llama3|yarn|longrope).+"'
 )
-# Files that an export takes over from its source. Of the model: its own config.json (transformers
-# would write one that has our changes and that other versions may not read), of sampling, and of the
-# processors of images; and code that a config may name.
+# Files that an export takes over from its source. Those of the model are its config.json (transformers would write our
+# changes into it, and other versions may not read it), files of sampling and of image processors, and code that a
+# config may name.
 MODEL_FILES = re.compile(r"config.json|generation_config|(pre)?processor|.*\.py$")
 TOKENIZER_FILES = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
 
@@ -93,7 +93,7 @@ class Source(NamedTuple):
 
     @property
     def tokenizer(self) -> Path:
-        """The folder whose tokenizer counts: many PEFT folders bring their own."""
+        """The folder of the tokenizer: many PEFT folders have their own."""
         if self.base and not (self.folder / "tokenizer_config.json").exists():
             return self.base.tokenizer
         return self.folder
@@ -108,7 +108,7 @@ class Source(NamedTuple):
 
     @property
     def chat_template(self) -> Path | None:
-        """The template beside a checkpoint (its run's data.chat_template) or an adapter, else the base's."""
+        """The template of a checkpoint (its run's data.chat_template) or of an adapter, otherwise the base's."""
         if self.base is None:
             return None
         file = self.folder / "chat_template.jinja"
@@ -180,7 +180,7 @@ def base_name(folder: Path) -> str | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a setting, in which paths are absolute, names a repository of the Hub."""
+    """Whether a setting names a repository of the Hub. Its paths are absolute."""
     try:
         huggingface_hub.utils.validate_repo_id(name)
     except huggingface_hub.utils.HFValidationError:
@@ -189,7 +189,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def root_id(source: Source) -> str | None:
-    """The id on the Hub of the model to which checkpoints and adapters belong; None if it was given as a folder."""
+    """The Hub id of the base of checkpoints and adapters; None if it was given as a folder."""
     name = ""
     while source.base:
         name = base_name(source.folder)
@@ -223,8 +223,7 @@ def read_config(source: Source) -> transformers.PretrainedConfig:
         else:
             config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
         text = config.get_text_config()
-        # A model that reads images, too, describes its encoder beside the text model, and the encoder is
-        # not computed.
+        # The config of a model with images also describes its encoder, which is not computed.
         refused = REFUSED.search(text.to_json_string(use_diff=False))
         if refused:
             raise BadInput(f"{file}: {refused[0]} is not supported")
@@ -241,7 +240,7 @@ BLOCKS_MARK = "+"
 
 
 def blocks_of(source: Source) -> str:
-    """The name of the fork's own blocks with which a model was made; empty for any other model."""
+    """The name of a fork's blocks, if a model was made with them; otherwise empty."""
     config = read_json(source.root / "config.json")
     return config.get("model_type", "").partition(BLOCKS_MARK)[2]
 
@@ -278,7 +277,7 @@ def litgpt_sizes(c: transformers.PretrainedConfig) -> dict:
 
 
 class Rows(NamedTuple):
-    """Where a weight of transformers' model lies in ours."""
+    """The place of a weight of transformers' model in ours."""
 
     name: str
     """Our name of the weight."""
@@ -294,8 +293,8 @@ class Rows(NamedTuple):
 
 
 def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
-    """For each weight of transformers' GPT-2, or of its Llama-shaped models, the rows of litgpt's
-    weight. Raises KeyError for a weight that litgpt's model does not have."""
+    """The rows of litgpt's weight for each weight of transformers' GPT-2 or Llama-shaped models. Raises KeyError for a
+    weight that litgpt's model does not have."""
     rows = {}
     ends = {}  # {litgpt's name: how many of its rows have a weight so far}
     for name, weight in hf_weights.items():
@@ -313,8 +312,8 @@ def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
 
 
 def weights_hash(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> str:
-    """A hash of weights with their names, shapes and dtypes; their order does not matter. dtype: hash what the
-    weights are when load_model has read them in this type."""
+    """A hash of weights with their names, shapes and dtypes; their order does not matter. dtype: hash the
+    weights as load_model reads them in this type."""
     h = hashlib.sha256()
     for name, x in sorted(weights.items()):
         x = round_at_random(x.detach().cpu(), dtype or x.dtype, name)
@@ -341,8 +340,8 @@ def stored_types(folder: Path) -> dict[str, torch.dtype]:
 
 
 def names_in_model(hf: transformers.PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """For names of weights in files, the names of the tensors that they become in transformers' model. One tensor may
-    join many weights, such as those of all experts."""
+    """Maps names of weights in files to names of tensors in transformers' model. One tensor may join many weights,
+    such as those of all experts."""
     conversions = get_model_conversion_mapping(hf)
     renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
     converters = [x for x in conversions if isinstance(x, WeightConverter)]
@@ -435,7 +434,7 @@ TOLERANCE = 1e-4
 
 @contextlib.contextmanager
 def compute_in_float32(model: nn.Module, blocks: nn.ModuleList) -> Iterator[None]:
-    """Within this context a model whose weights are held in 16 bits computes as if they were held in float32.
+    """Within this context a model with weights in 16 bits computes as if they were in float32.
     Only the weights outside the blocks, and those of the block that computes, are in float32."""
     narrow = {}  # {weight: its numbers in 16 bits}
 

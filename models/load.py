@@ -1,8 +1,8 @@
 """How a model on disk becomes the model that computes: read, build, compare, adapt, shard.
 
 transformers reads a folder and computes the log-probs of a few short texts. Then our GPT takes
-the weights, or transformers' model goes on with our attention. Either must give the same log-probs,
-else the model is refused. Before that, the adapters of a PEFT folder are merged into transformers' model,
+the weights, or transformers' model gets our attention. Both must give the same log-probs, or the model
+is refused. Before that, the adapters of a PEFT folder are merged into transformers' model,
 and compared in the same way. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
 import copy
@@ -57,8 +57,8 @@ from sampler import KVCache
 
 
 def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.float32) -> Packed:
-    """A model on the CPU, in eval mode, with its weights in `dtype`, to which they are rounded at random; None: in the
-    type of its files, but in float32 if adapters or trained weights were put into it. Raises BadInput."""
+    """A model on the CPU, in eval mode. Its weights are rounded at random to `dtype`. None: they have the type of the
+    files, or float32 if adapters or trained weights were put into them. Raises BadInput."""
     if not isinstance(source, Source):
         source = find_model(str(source))
     # reading may draw random numbers; adapters, drawn later, must depend on torch's seed alone
@@ -81,8 +81,8 @@ def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.fl
 
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
-    """A model whose adapters are all merged: transformers' model with the adapters of PEFT folders, read and
-    compared, then with the trained weights of checkpoints. dtype: at least float32. A model that nothing was put into
+    """A model with all adapters merged: transformers' model with the adapters of PEFT folders, compared, and then with
+    the trained weights of checkpoints. dtype: at least float32. A model that nothing was put into
     may keep the narrower type of its files."""
     if source.base and not _is_peft(source):
         gpt = _load_plain(source.base, dtype)
@@ -102,7 +102,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         gpt = litgpt_model(hf)
         if gpt is not None:
             copy_from(gpt, hf)
-            del hf  # of a large model not two at once
+            del hf  # a large model must not be in memory twice
         else:
             gpt = model_of_transformers(hf)
         if not _has_own_blocks(gpt, source):
@@ -328,8 +328,8 @@ def shard_module(module: Packed, mesh: DeviceMesh, bf16: bool) -> Packed:
     if not module.tied and module.plain_head:
         fully_shard(module.embedding, mesh=mesh)
         fully_shard(module.lm_head, mesh=mesh, mp_policy=policy)
-        # The model's logp reads the head's weight, and FSDP2 gathers a weight only before a method
-        # of its own layer: so the model calls its logp as a method of the head.
+        # The model's logp reads the head's weight, and FSDP2 gathers a weight only before a method of its layer.
+        # Therefore the model calls its logp as a method of the head.
         module.lm_head.logp = module.logp
         register_fsdp_forward_method(module.lm_head, "logp")
         module.logp = module.lm_head.logp
@@ -384,7 +384,7 @@ def load_policy_and_reference(
         add_adapters(policy, cfg.lora)
         if cfg.lora.rank:
             say_untrained_ends(policy, tokenizer, examples)
-    # without a reference of its own, a run with adapters takes the policy with its adapters off
+    # without cfg.reference, a run with adapters takes the policy with its adapters off
     is_model = cfg.reference or not cfg.lora.rank
     if objective.needs_reference and is_model:
         if sharded:
@@ -408,8 +408,8 @@ def load_policy_and_reference(
 
 
 def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Example]) -> None:
-    """Say where completions end in a token whose row of the head was never trained, as in base models the rows of a
-    chat template's tokens. Adapters of other layers leave the row as it is, so no answer learns to end."""
+    """Warn if completions end in a token with an untrained row of the head, as a chat template's tokens in a base
+    model. Adapters of other layers leave the row as it is, so no answer learns to end."""
     if hasattr(policy.lm_head, "lora_A"):
         return
     last_ids: set[int] = set()
@@ -419,7 +419,7 @@ def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Exam
             last_ids.update(ids[-2:].tolist())
     w_VC = policy.lm_head.weight  # ty: ignore
     for i in sorted(last_ids.intersection(tokenizer.stops)):
-        # Such a row is 0, or equal to those of the other tokens that were never trained. Equal rows may have been
+        # An untrained row is 0, or equal to other untrained rows. Equal rows may have been
         # rounded to neighbours in bfloat16. Their first columns are enough to compare.
         row = w_VC[i]
         n_equal = torch.isclose(w_VC[:, :32], row[:32], rtol=2**-7, atol=0).all(1).sum()

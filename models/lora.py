@@ -52,7 +52,7 @@ class AdaptedLinear(LoRALinear):
 
 
 class AdaptedQKV(AdaptedLinear, LoRAQKVLinear):
-    """AdaptedLinear for q, k and v in one matrix: each of the three has an adapter of its own, or none."""
+    """AdaptedLinear for q, k and v in one matrix: each of the three has a separate adapter, or none."""
 
     def outputs(self) -> torch.Tensor:
         """(outputs, r * adapters): the matrices B along a diagonal, as their A lie one below the other."""
@@ -102,8 +102,8 @@ def add_adapters(model: nn.Module, lora: Lora | None) -> None:
 
 
 def _chosen_layers(model: nn.Module, targets: str) -> dict[str, tuple[bool, ...]]:
-    """The layers that lora.targets names by PEFT's rule: `o_proj` stands for all layers whose names end
-    so. {layer: (True,)}; for litgpt's layer for q, k and v: which of the three get an adapter."""
+    """The layers that lora.targets names by PEFT's rule: `o_proj` is all layers with this end of the name.
+    {layer: (True,)}; for litgpt's layer for q, k and v: which of the three get an adapter."""
     wanted = {target.strip() for target in targets.split(",")}
     used = set()
     layers = {}
@@ -146,7 +146,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 @torch.no_grad()
 def reset_adapters(model: nn.Module, seed: int) -> None:
-    """Start the adapters anew: A random by this seed, the same on all ranks, B zero."""
+    """Restart the adapters: A random by this seed, the same on all ranks, B zero."""
     generator = torch.Generator().manual_seed(seed)
     for layer in _adapted_layers(model).values():
         bound = 1 / math.sqrt(layer.lora_A.shape[1])  # litgpt's kaiming_uniform_ with a = sqrt(5)
@@ -160,7 +160,7 @@ def reset_adapters(model: nn.Module, seed: int) -> None:
 
 @contextlib.contextmanager
 def disable_adapters(model: nn.Module):
-    """Within this context the model computes what it would without adapters, to the bit."""
+    """Within this context the model computes as without adapters, to the bit."""
     layers = _adapted_layers(model).values()
     assert layers, "no LoRA layers here: the reference would be the policy itself"
     for layer in layers:
@@ -224,7 +224,7 @@ def gather_adapters(model: nn.Module) -> Adapters:
 
 
 def delta_of(adapter: Adapter) -> torch.Tensor:
-    """What an adapter adds to its matrix (outputs, inputs): scale * B @ A."""
+    """The delta of an adapter to its matrix (outputs, inputs): scale * B @ A."""
     a, b, scale = adapter
     return b @ a * scale
 
@@ -251,8 +251,8 @@ def merged_weights(
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """The weights of a model by their plain names, whole and on the CPU, with its adapters merged
-    in. base: weights to use in place of the model's own, if those are rounded. dtype: what the merged matrices are
-    rounded to, at random by this seed; None: they stay in float32. A collective if the
+    in. base: unrounded weights to use instead of the model's. dtype: the merged matrices are rounded to it at random
+    by this seed; None: they stay in float32. A collective if the
     model is sharded: then rank 0 alone returns the values."""
     params = model.unique_parameters()
     is_sharded = any(isinstance(p, DTensor) for p in params.values())

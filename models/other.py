@@ -24,7 +24,7 @@ FORWARD = SimpleNamespace(attention=None, called=set())
 def _window_as_mask(
     local_size: int | None = None, use_vmap: bool = False, **_unused: object
 ) -> int | None:
-    """What transformers hands to layers in place of a mask: their window (see Layer)."""
+    """Replaces the mask that transformers passes to layers by their window (see Layer)."""
     if use_vmap:
         raise ValueError("attention: a mask of its own is not supported")
     return local_size
@@ -40,7 +40,7 @@ def _attend(
     softcap: float | None = None,
     **_unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """Our attention in place of transformers': query (R, H, Q, D), key and value (R, key heads, Q,
+    """Our attention with transformers' interface: query (R, H, Q, D), key and value (R, key heads, Q,
     D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of models/load.py sees it."""
     window = attention_mask  # see _window_as_mask
     layer = Layer(module, window, scaling, softcap)
@@ -82,7 +82,7 @@ class TransformersGPT(Packed):
         for block in self.blocks:
             block.forward = functools.partial(_block_forward, self, block)
         for module in self.blocks.modules():
-            # transformers gives this field to layers that multiply by all experts at once
+            # layers that multiply by all experts in one product have this field
             if hasattr(module, "is_transposed"):
                 module.forward = functools.partial(_experts_forward, module)
 
@@ -120,7 +120,7 @@ class TransformersGPT(Packed):
 
 
 class _InAutocast:
-    """A module whose weights are read in the dtype in which autocast computes products."""
+    """A module that gives its weights in the dtype of autocast's products."""
 
     def __init__(self, module: nn.Module):
         self._module = module

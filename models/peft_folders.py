@@ -23,8 +23,8 @@ from models.hub import (
     short_texts,
 )
 
-# Fields of which another value would change the base (a start by a decomposition of its weights, replicated layers), or
-# would name code to import.
+# Allowed values of fields that could change the base (a start by a decomposition of its weights, replicated layers) or
+# name code to import.
 VALUES = {
     "peft_type": ["LORA"],
     "init_lora_weights": [True, False, None, "gaussian", "eva", "orthogonal"],

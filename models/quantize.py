@@ -11,8 +11,8 @@ from infra.rounding import round_at_random
 
 
 def quantize_base(model: nn.Module, device: torch.device | str) -> None:
-    """QLoRA (arXiv 2305.14314): put bitsandbytes' layers of 4 bits (nf4) in place of the frozen
-    linear layers of all blocks, on `device`. Adapters, biases and everything outside the blocks
+    """QLoRA (arXiv 2305.14314): replace the frozen linear layers of all blocks by bitsandbytes'
+    layers of 4 bits (nf4), on `device`. Adapters, biases and everything outside the blocks
     stay as they are. Raises BadInput, also if a block has a matrix outside of its linear layers."""
     linears = {m.weight for m in model.blocks.modules() if type(m) is nn.Linear}
     for name, p in model.blocks.named_parameters():
@@ -39,7 +39,7 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
         weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new)  # ty: ignore
         new.weight = weight.to(device)
         new.bias = old.bias
-        # autocast casts the inputs of nn.Linear, but not of bitsandbytes' layers
+        # autocast casts only the inputs of nn.Linear, and not those of bitsandbytes
         new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))
         # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
         new.train = lambda mode=True, new=new: new
@@ -49,8 +49,8 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
 @torch.no_grad()
 def round_matrices(model: nn.Module, precision: str) -> None:
     """In bf16-mixed give a model's matrices numbers that bfloat16 has, by rounding at random. Autocast, which rounds
-    matrices to nearest at each product, then changes nothing. Not for a model that is trained in full: it would not
-    compute its small steps on average either, since they all begin at a number of bfloat16."""
+    matrices to nearest at each product, then changes nothing. This is no help in full fine-tuning: all small
+    steps begin at a number of bfloat16, so they are not computed on average either."""
     if precision == "bf16-mixed":
         for name, p in model.unique_parameters().items():
             if p.dim() > 1:

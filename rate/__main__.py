@@ -3,9 +3,10 @@
     python -m rate --model out/<run>                           # a chat
     python -m rate --model out/<run> --prompts prompts.jsonl   # one prompt of a file after the other, by keys
 
-The thumbs are in ratings.jsonl, which kto.py reads. This file is the whole state: it is read and written anew for each
-thumb. So a killed server loses no thumb, and an open page continues with the next server. The page shows the command
-that trains on the thumbs. For a model behind a server use Open WebUI, and convert its export (docs/convert.md).
+The thumbs are in ratings.jsonl, which kto.py reads. This file is the whole state: it is read and rewritten for each
+thumb. A killed server therefore loses no thumb, and an open page continues with the next server. The page shows the
+command that trains on the thumbs. If the model is behind a server, use Open WebUI and convert its export
+(docs/convert.md).
 """
 
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class RateSettings(Sampling):
     ratings: LocalPath = "ratings.jsonl"
     """The file with the thumbs. Its records are read first. If the file does not exist, it is created."""
     prompts: str | None = None
-    """Records whose prompts are shown one after the other, in any form that online.py reads. Prompts that have
-    a rating are left out. Default: a chat."""
+    """Records in any form that online.py reads. Their prompts are shown one after the other, except rated ones.
+    Default: a chat."""
     port: NonNegativeInt = 8765
     """The page is on 127.0.0.1 at this port; 0: any free one."""
     temperature: NonNegativeFloat = 0.7

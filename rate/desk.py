@@ -1,4 +1,4 @@
-"""What the page may ask: its state, an answer, a new thumb.
+"""The requests of the page: its state, an answer, a new thumb.
 
 A request has the fields of a record, or the record as the text of JSON that the page got with a card or an answer. A
 browser would round whole numbers of more than 53 bits, so it does not read this text.
@@ -35,7 +35,7 @@ class Desk:
     is_closed: bool = False
 
     def state(self) -> dict:
-        """What the page shows: the mode (chat or cards), whether the model has a chat template (chat), the prompts
+        """The state of the page: the mode (chat or cards), whether the model has a chat template (chat), the prompts
         without a rating as cards, and the counts."""
         rated = set()
         for thumb in self.ratings.read().values():
@@ -65,8 +65,8 @@ class Desk:
         return {"up": up, "down": down, "command": command}
 
     def answer(self, request: dict) -> dict:
-        """One more answer, whose it is, and its record. Raises BadInput for a prompt that does not fit, and Failed when
-        the program ends."""
+        """One more answer, the model's name, and the record. Raises BadInput for a prompt that does not fit, and
+        Failed when the program ends."""
         record = self.model.asked(understand_record(fields_of(request), "prompts"))
         ids = self.model.encode(record, advice=": begin a new chat")
         seed = secrets.randbelow(2**31)

@@ -1,6 +1,6 @@
-"""A file of thumbs, which is read and written anew for each thumb.
+"""A file of thumbs, which is read and rewritten for each thumb.
 
-Reading order: Ratings (the file); answer_key (what makes two ratings ratings of one answer).
+Reading order: Ratings (the file); answer_key (equal for two ratings of one answer).
 """
 
 import json
@@ -21,7 +21,7 @@ AnswerKey = tuple[str, str]
 
 class Thumb(NamedTuple):
     line: dict
-    """As it stands in the file."""
+    """The record in the file."""
     record: Record
 
 
@@ -31,7 +31,7 @@ class Ratings:
 
     file: Path
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """The page's requests run in threads of their own."""
+    """The page's requests run in several threads."""
 
     def read(self) -> dict[AnswerKey, Thumb]:
         """The thumbs by answer_key, in the order of the file. Raises BadInput, with the line."""
@@ -43,7 +43,7 @@ class Ratings:
             with collect(faults, where):
                 record = understand_record(raw, "rated")
                 if record.label is None:
-                    raise BadInput("record: a pair has no thumb of its own")
+                    raise BadInput("record: a pair has no thumb")
                 first = thumbs.setdefault(answer_key(record), Thumb(raw, record))
                 if first.record.label != record.label:
                     raise BadInput("label: the same answer has the other label in an earlier line")
@@ -52,7 +52,7 @@ class Ratings:
         return thumbs
 
     def set(self, line: dict, label: bool | None) -> None:
-        """Write a thumb on the answer of this line. With None, withdraw the thumb. Raises BadInput."""
+        """Write a thumb on the answer of this line. None withdraws the thumb. Raises BadInput."""
         line = line | {"label": bool(label)}
         record = understand_record(line, "rated")
         key = answer_key(record)
@@ -66,7 +66,7 @@ class Ratings:
 
 
 def answer_key(record: Record) -> AnswerKey:
-    """What two ratings of one answer have in common, in whichever form the records are."""
+    """A key that is equal for two ratings of one answer, in any form of record."""
     (answer,) = record.completions
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer}

@@ -54,7 +54,7 @@ class PageHandler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def result(self) -> tuple[int, dict | bytes]:
-        """The status, and what the desk says: the page, JSON, or what is wrong, in words."""
+        """The status and the desk's reply: the page, JSON, or an error in words."""
         if not self.is_from_here():
             return 403, {"error": "This page answers to 127.0.0.1 and localhost alone."}
         desk = self.server.desk
@@ -84,8 +84,8 @@ class PageHandler(BaseHTTPRequestHandler):
             return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
     def is_from_here(self) -> bool:
-        """Whether the page itself asks. Another site in the same browser reaches 127.0.0.1 too, but not under
-        this Origin; and a name that an attacker points at 127.0.0.1 stands in Host."""
+        """Whether the page itself asks. Another site in the same browser reaches 127.0.0.1 too, with another
+        Origin. A name that an attacker points at 127.0.0.1 is in Host."""
         host = self.headers.get("Host", "")
         origin = self.headers.get("Origin")
         is_local = urlsplit(f"//{host}").hostname in ("127.0.0.1", "localhost")
