@@ -74,6 +74,7 @@ ATTRIBUTES = (
     "needs_reference",
     "by_token",
     "average_logps",
+    "top_k",
 )
 
 
@@ -108,6 +109,9 @@ def check_settings(objective: Objective, cfg: RunSettings) -> None:
         raise BadInput(
             f"reference_cache: {kind} takes log-probs of tokens, and the cache has only their sums"
         )
+    can_have_top = objective.by_token and objective.needs_reference
+    if objective.top_k and (objective.needs_mismatched_pairs or not can_have_top):
+        raise BadInput(f"{kind}.top_k: it needs by_token and a reference, and no mismatched pairs")
     has_own_pairs = objective.overrides("mismatched_completions")
     if objective.needs_mismatched_pairs and not has_own_pairs and cfg.batch_size == 1:
         raise BadInput(
@@ -468,13 +472,17 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     step.move_to(run.fabric.device)
     few = Part(list(range(min(N_CHECKED, step.size))))
     micro = step.micro_batch(few).to(run.fabric.device)
-    scores = loop.forward(micro.packed)
+    packed = micro.packed
+    if run.objective.top_k:
+        asked = packed._replace(top_k=run.objective.top_k)
+        packed = packed.with_targets(loop.reference_forward(asked).targets)
+    scores = loop.forward(packed)
     agree = ""
     if run.objective.needs_reference and not run.cfg.reference:
         logps = [scores.logps]
         # by compute, because a reference with a cache might read its folder
         by_token = run.objective.by_token
-        ref_logps = [run.reference.compute(micro.packed, by_token=by_token).logps]
+        ref_logps = [run.reference.compute(packed, by_token=by_token).logps]
         if micro.mismatched is not None:
             mismatched = micro.mismatched.to(run.fabric.device)
             logps.append(loop.forward(mismatched).logps)
@@ -482,7 +490,8 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
         check_same(logps, ref_logps, run.state.step)
         agree = "policy and reference agree to the bit; "
     check_mixing(step, few, scores, run.objective.needs_reference, loop.micro_batch_loss)
-    nats = scores.logps.double().sum() / micro.length.sum()
+    own = scores.logps[..., 0] if run.objective.top_k else scores.logps
+    nats = own.double().sum() / micro.length.sum()
     say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
 
 

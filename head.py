@@ -34,14 +34,14 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def logp_of(logits_TV: torch.Tensor, target_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs (T,) of the targets, and (T, V) of all tokens. At least float32."""
+    """Log-probs of the targets, (T,) or (T, n), and (T, V) of all tokens. At least float32."""
     if logits_TV.dtype != torch.float64:
         # in bfloat16 the small differences between policy and reference would be lost
         logits_TV = logits_TV.float()
     # Also where only the targets' log-probs are needed: logsumexp rounds differently, and the log-ratio r of policy
     # and reference would not begin at exactly 0.
     logp_TV = logits_TV.log_softmax(-1)
-    return logp_TV.gather(1, target_T[:, None])[:, 0], logp_TV
+    return logp_TV.gather(1, target_T.view(len(target_T), -1)).view_as(target_T), logp_TV
 
 
 class Chunks(NamedTuple):

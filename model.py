@@ -37,7 +37,7 @@ class Scores(NamedTuple):
 
     logps: torch.Tensor
     """Log-probs of the completions in nats, float64 for a float64 model, else float32: (B, K) sums,
-    or (B, K, L) by token, 0 beyond a completion's end."""
+    or (B, K, L) by token, 0 beyond a completion's end. (B, K, L, n) if n tokens are scored at each place."""
     outputs: torch.Tensor | None = None
     """(B, K, L, ...): what the objective's module gives at each token; None without a module."""
     entropy: torch.Tensor | None = None
@@ -45,6 +45,8 @@ class Scores(NamedTuple):
     nats, of the distribution from which the token is drawn. Without gradient."""
     prompts: PromptCache | None = None
     """Keys, values and hidden states of the prompts, if the caller asked for them."""
+    targets: torch.Tensor | None = None
+    """(T, 1 + k) ids of the target and of the k most probable tokens at each place, if PackedBatch.top_k asks."""
 
 
 class Packed(nn.Module):
@@ -87,13 +89,23 @@ class Packed(nn.Module):
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
         # the head runs only on hidden states that predict a target
         h_TC = attention.last_hidden(h_QC)[x.source_T]
+        targets = None
+        if x.top_k:
+            targets = torch.cat([x.target_T[:, None], self.most_probable(h_TC, x.top_k)], dim=1)
+            x = x.with_targets(targets)
         logp_T, entropy_T = self.logp(h_TC, x.target_T, entropy)
         logps = x.tokens_of_completions(logp_T) if by_token else x.sums(logp_T)
         outputs = None
         if self.objective_module is not None:
             outputs = x.tokens_of_completions(self._module_outputs(h_TC))
         entropy_BK = x.sums(entropy_T) if entropy else None
-        return Scores(logps, outputs, entropy_BK, attention.kept)
+        return Scores(logps, outputs, entropy_BK, attention.kept, targets)
+
+    @torch.no_grad()
+    def most_probable(self, h_TC: torch.Tensor, k: int) -> torch.Tensor:
+        """The ids (T, k) of the most probable tokens, chunk by chunk."""
+        size = Chunks.of(h_TC.device.type, self.config.padded_vocab_size).size
+        return torch.cat([self.head(h).topk(k).indices for h in h_TC.split(size)])
 
     def _module_outputs(self, h_TC: torch.Tensor) -> torch.Tensor:
         """The objective's module applied to the hidden states: (T, ...), at least in float32. Raises
@@ -114,10 +126,10 @@ class Packed(nn.Module):
     def logp(
         self, h_TC: torch.Tensor, target_T: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs of the targets (T,), chunk by chunk: the (T, V) logits never exist together. And
+        """Log-probs of the targets (T,) or (T, n), chunk by chunk: the (T, V) logits never exist together. And
         the entropy (T,), or None."""
         chunks = Chunks.of(h_TC.device.type, self.config.padded_vocab_size, entropy)
-        if self.plain_head:
+        if self.plain_head and target_T.dim() == 1:
             cap = self.config.final_logit_softcapping
             return Head.apply(autocast(h_TC), self.lm_head.weight, target_T, cap, chunks)
 
@@ -129,10 +141,11 @@ class Packed(nn.Module):
             if not entropy:
                 return logp_T, None
             with torch.no_grad():
-                return logp_T, entropy_of(logits_TV, logp_TV.exp(), target_T, logp_T)
+                first_T, first_logp_T = (x.view(len(x), -1)[:, 0] for x in (target_T, logp_T))
+                return logp_T, entropy_of(logits_TV, logp_TV.exp(), first_T, first_logp_T)
 
-        # A head with a bias or adapters goes through autograd. The backward computes the logits of each
-        # chunk again.
+        # A head with a bias or adapters, and several targets at a place, go through autograd. The backward computes
+        # the logits of each chunk again.
         logps = []
         entropies = []
         for h, target in zip(h_TC.split(chunks.size), target_T.split(chunks.size)):

@@ -37,7 +37,7 @@ class Z(NamedTuple):
 class Objective:
     """An algorithm. Only `loss` must be defined.
 
-    Set the five attributes in the class or in __init__. They must not change during a fit, because the thread that
+    Set the six attributes in the class or in __init__. They must not change during a fit, because the thread that
     packs the next step reads them too."""
 
     record_kind = "rated"
@@ -48,6 +48,9 @@ class Objective:
     """False: no reference model is loaded, ref_logps is None, and a log-ratio is log pi."""
     by_token = False
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
+    top_k = 0
+    """k: log-probs are (B, K, L, 1 + k), of the answer's token and of the k tokens that the reference finds most
+    probable at its place. Needs by_token and a reference; mismatched pairs cannot have them."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 

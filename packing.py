@@ -91,6 +91,8 @@ class PackedBatch(NamedTuple):
     max_keys: int
     # L: tokens of the longest completion of the step
     longest: int
+    # Of how many tokens, the most probable ones by the model, it gives the log-probs beside those of the targets.
+    top_k: int = 0
 
     @property
     def shares_prompts(self) -> bool:
@@ -110,6 +112,10 @@ class PackedBatch(NamedTuple):
             if isinstance(x, torch.Tensor)
         }
         return self._replace(**tensors)
+
+    def with_targets(self, target: torch.Tensor | None) -> "PackedBatch":
+        """This batch with other targets: (T,), or (T, n) if n tokens are scored at each place. None: its own."""
+        return self if target is None else self._replace(target_T=target)
 
     def sums(self, x_T: torch.Tensor) -> torch.Tensor:
         """(B, K) sums of numbers of the targets, over each completion."""

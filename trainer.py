@@ -157,16 +157,17 @@ class Trainer:
         self, step: Step, micro_batches: Iterable[MicroBatch], entropy: bool = False
     ) -> tuple[Columns, Z]:
         """z from all micro-batches, then the forward, loss and backward of each micro-batch."""
-        all_ref_logps = []
+        all_ref_scores = []
         mismatched_logratio_G = step.zeros()
         for micro in self.on_device(micro_batches):
-            all_ref_logps.append(self.no_gradient_pass(micro, mismatched_logratio_G))
+            all_ref_scores.append(self.no_gradient_pass(micro, mismatched_logratio_G))
         z = self.z_of_step(step, mismatched_logratio_G)
         columns_G: Columns = {}
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.gradient_sync(is_last=i == len(step.parts) - 1):
-                scores = self.forward(micro.packed, entropy=entropy)
-                self.loss_and_backward(micro, scores, all_ref_logps[i], z, columns_G)
+                packed = micro.packed.with_targets(all_ref_scores[i].targets)
+                scores = self.forward(packed, entropy=entropy)
+                self.loss_and_backward(micro, scores, all_ref_scores[i].logps, z, columns_G)
         return self.columns_of_all_ranks(columns_G), z
 
     def policy_forward_first(
@@ -179,7 +180,7 @@ class Trainer:
         scores = self.forward(micro.packed, keeps_prompts=True, entropy=entropy)
         advance(step.size // self.run.fabric.world_size)
         mismatched_logratio_G = step.zeros()
-        ref_logps = self.no_gradient_pass(micro, mismatched_logratio_G, scores.prompts)
+        ref_logps = self.no_gradient_pass(micro, mismatched_logratio_G, scores.prompts).logps
         z = self.z_of_step(step, mismatched_logratio_G)
         columns_G: Columns = {}
         self.loss_and_backward(micro, scores, ref_logps, z, columns_G)
@@ -207,8 +208,8 @@ class Trainer:
         micro: MicroBatch,
         mismatched_logratio_G: torch.Tensor,
         prompts: PromptCache | None = None,
-    ) -> torch.Tensor | None:
-        """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the log-probs of the
+    ) -> Scores:
+        """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the scores of the
         reference, and writes the log-ratios of the pairs, in nats. prompts: the policy's, if they are computed.
 
         In a training step the policy is in train mode, so LoRA dropout also affects z.
@@ -218,7 +219,8 @@ class Trainer:
         up to rounding."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
-        ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
+        packed = micro.packed._replace(top_k=objective.top_k)
+        ref_scores = self.reference_forward(packed, keeps_prompts=has_pairs)
         if has_pairs:
             packed = micro.mismatched.to(self.run.fabric.device)
             logps = self.forward(packed, prompts).logps
@@ -227,7 +229,7 @@ class Trainer:
                 logps, ref_logps = objective.reduce_tokens(logps, ref_logps, packed.length_BK)
             r_BK = objective.logratio(logps, ref_logps, packed.length_BK)
             micro.put(r_BK[:, 0], mismatched_logratio_G)  # a pair has one completion, so K is 1
-        return ref_scores.logps
+        return ref_scores._replace(prompts=None)
 
     @torch.no_grad()
     def z_of_step(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Z:

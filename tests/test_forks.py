@@ -73,6 +73,8 @@ HANDED = {
     "grpo": (online, {"objective": "GRPO", "settings": "Settings", "rate": "rate"}, ONLINE),
     "online_dpo": (online, {"objective": "OnlineDPO", "settings": "Settings", "rate": "rate"},
                    (*ONLINE, "--online.prompts_per_iteration=16")),
+    "distill": (online, {"objective": "Distill", "settings": "Settings", "rate": "rate"},
+                (*ONLINE, "--reference={teacher}", "--kto.top_k=3")),
     "judge": (
         online,
         {"settings": "Settings", "trainer": "Judged", "checker": "judge"},
@@ -113,9 +115,9 @@ def state(out: Path, step: int) -> dict:
 
 
 @pytest.fixture
-def places(judge_server, reward_folder):
-    """The server and the model that two of the examples ask."""
-    PLACES.update(server=judge_server.url, reward=reward_folder)
+def places(judge_server, reward_folder, parity_ref):
+    """The server and the models that some of the examples ask."""
+    PLACES.update(server=judge_server.url, reward=reward_folder, teacher=parity_ref)
 
 
 @pytest.mark.parametrize("name", HANDED)
@@ -158,7 +160,7 @@ def test_an_example_runs_where_it_lies_by_its_command(name, clone, tmp_path, pla
     text = (EXAMPLES / f"{name}.py").read_text()
     command, *_ = re.findall(r'(python examples/.*?)(?:""")?$', text, re.M)
     command = command.replace("http://127.0.0.1:8000", PLACES["server"])
-    command = command.replace("FOLDER", str(PLACES["reward"]))
+    command = command.replace("FOLDER", str(PLACES["reward"])).replace("TEACHER", "demo/base")
     command += " --batch_size 4 --max_steps 3 --eval.prompts 4"
     if "online" in text:
         command += " --online.prompts_per_iteration 8"

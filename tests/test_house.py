@@ -85,7 +85,7 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 3_260,  # where kto.balance has no effect
+    "checks.py": 3_350,  # of Objective.top_k: what refuses it, and its tokens in the start check
     "data.py": 2_350,
     "dpo.py": 1_100,
     "evaluation.py": 3_500,  # the export is measured with its matrices rounded at random
@@ -93,7 +93,7 @@ BUDGETS = {
     "generate.py": 1_900,  # a line of a file of answers is compared whole before a command goes on
     "head.py": 1_350,
     "kto.py": 1_140,  # kto.balance
-    "model.py": 2_550,
+    "model.py": 2_700,  # log-probs of several tokens at a place
     "objective.py": 730,  # settings that depend on the records
     "online.py": 1_200,  # the plan for as many examples as rate made
     "packing.py": 1_600,
@@ -105,18 +105,18 @@ BUDGETS = {
     "sampler.py": 2_500,
     "spin.py": 1_150,
     "sweep.py": 650,
-    "trainer.py": 2_900,
+    "trainer.py": 2_950,  # the reference names the tokens of Objective.top_k
     "infra/": 13_950,  # the signs of a sick run (health.py)
     "models/": 11_200,
     "records/": 12_850,
     "convert/": 10_100,
     "rate/": 2_200,
-    "tests/": 138_650,  # answers of generate.py, the page and iterations, and what a run learns of them
+    "tests/": 139_150,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 9_700,
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 39
-TOKENS_OF_A_RUN = 64_000  # 950 for the rules by which a setting has no effect
+TOKENS_OF_A_RUN = 64_350  # 950 for the rules by which a setting has no effect
 
 
 def n_tokens(file: Path) -> int:
