@@ -1,4 +1,4 @@
-"""What is refused before it can do harm, with the sentence that the user reads. The checks are called in setup (run.py)
+"""Checks that refuse a mistake before it can do harm, with the messages. The checks are called in setup (run.py)
 and in the loop (trainer.py), sampling_faults by generate.py and the page for thumbs, too."""
 
 import inspect
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 def check_objective(objective: Objective) -> None:
-    """Refuse what would silently have no effect: a misspelt name, a method that cannot be called as the loop
-    calls it, and parameters that nobody trains."""
+    """Refuse parts of an objective that would silently have no effect: a misspelt name, a method with another signature
+    than the loop's call, and parameters that nobody trains."""
     kind = type(objective).__name__
     for name in dir(type(objective)):
         hook = getattr(Objective, name, None)
@@ -67,7 +67,7 @@ def check_objective(objective: Objective) -> None:
 
 # of earlier versions: a fork that has them would silently be another algorithm
 OLD_NAMES = {"baseline": "make_z", "records": "record_kind", "reduce": "reduce_tokens"}
-# what a subclass of Objective may set in its class
+# attributes that a subclass of Objective may set
 ATTRIBUTES = (
     "record_kind",
     "needs_mismatched_pairs",
@@ -177,7 +177,7 @@ def idle_rules(
     examples: dict[str, list[Example]],
     has_checker: bool,
 ) -> list[IdleRule]:
-    """When settings find nothing to act on: beside the other settings, in these records, or in the chat template."""
+    """When settings have no effect, given the other settings, these records and the chat template."""
     train, val, test = examples["train"], examples["val"], examples["test"]
     kind = objective.record_kind
     has_both = kind in ("rated", "paired")
@@ -225,7 +225,7 @@ def check_limits(
     mismatched_pairs: bool,
 ) -> None:
     """Refuse lengths that would exceed a context only after hours of sampling, such as an answer that is to be
-    scored with another prompt; a line for each. Where answers will merely end early, print a line.
+    scored with another prompt. Print a line if answers will merely end early.
 
     contexts: of the model, and of the reference if that is another model, in tokens. mismatched_pairs: any
     prompt may be scored with any completion. Raises BadInput."""
@@ -269,7 +269,7 @@ def check_limits(
 
 
 def sampling_faults(args: Sampling, prefix: str = "") -> list[str]:
-    """What cannot work in settings of sampling, a line for each fault."""
+    """The faults in settings of sampling."""
     faults = []
     if "" in args.stop:
         faults.append(f"{prefix}stop: an empty text would end each answer after its first token")
@@ -312,8 +312,8 @@ def check_merging(cfg: RunSettings, instead: str = "") -> None:
 def check_optimizer(
     optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter]
 ) -> None:
-    """Refuse an optimizer that leaves out a trained weight, which would never change, or whose groups' own learning
-    rates would have no effect."""
+    """Refuse an optimizer that lacks a trained weight, which would never change, or that has groups with learning rates
+    without effect."""
     in_groups = set()
     for group in optimizer.param_groups:
         in_groups.update(group["params"])
@@ -359,7 +359,7 @@ def check_z(z: torch.Tensor, step: Step) -> None:
 
 
 def check_loss(given: object, B: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What an objective's loss has returned for a micro-batch: the losses and the columns. Refuse losses or columns
+    """The losses and columns that an objective's loss has returned for a micro-batch. Refuse losses or columns
     that are not one number an example: a mean, for one, would silently scale the gradient."""
     with user_error("loss", "expected the losses and {column: numbers}"):
         loss_B, columns = given
@@ -385,7 +385,7 @@ def check_same_columns(columns: Iterable[str], expected: Iterable[str]) -> None:
 
 
 def check_row(row: object) -> dict[str, float | None]:
-    """What an objective's metrics has returned: a row, with Python's own numbers in place of those of torch or numpy.
+    """The row that an objective's metrics has returned, with numbers of torch or numpy as Python's.
     Raises BadInput."""
     if not isinstance(row, dict):
         raise BadInput(f"metrics: expected {{column: number or None}}, got {row!r:.60}")
@@ -436,8 +436,8 @@ def check_finite(
 
 
 def say_without_gradient(weights: dict[str, torch.nn.Parameter]) -> None:
-    """After the first backward: say which weights are to be trained and have no gradient, as those that a fork's block
-    leaves out. They never change, and DDP would fail at its second step."""
+    """After the first backward: name trainable weights without a gradient, such as those that a fork's block does not
+    use. They never change, and DDP would fail at its second step."""
     names = [name for name, p in weights.items() if p.requires_grad and p.grad is None]
     if names:
         say(
@@ -452,8 +452,8 @@ N_CHECKED = 4  # examples: more would make the first step wait
 
 
 def labels_in_turns(examples: list[Example]) -> list[Example]:
-    """The examples, one rated up and one rated down in turns as far as there are both: so a few of them show a loss
-    that compares the two."""
+    """The examples, alternating between up and down while both last. Therefore a few of them show a loss that compares
+    the two."""
     desirable = [e for e in examples if e.label]
     undesirable = [e for e in examples if not e.label]
     in_turns = []
@@ -467,7 +467,7 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     """On a few examples: refuse a reference that is not the model that the run starts from (r must be exactly 0 on
     own completions and on mismatched ones), and a loss that mixes examples. Say the log-prob a token."""
     run = loop.run
-    # a whole step, of which a few examples are scored: so the mismatched pairs are those of a real one
+    # a whole step, so that the mismatched pairs are those of a real one; only a few of its examples are scored
     step = loop.make_step(labels_in_turns(examples)[: run.cfg.batch_size])
     step.move_to(run.fabric.device)
     few = Part(list(range(min(N_CHECKED, step.size))))
@@ -519,11 +519,11 @@ def check_mixing(
     micro_batch_loss: Callable[..., tuple[torch.Tensor, dict]],
 ) -> None:
     """Refuse a loss of an example that depends on the other examples of its micro-batch: another split
-    would then give another gradient. So the losses of a few examples, whose scores are given, are
-    compared with those of each alone. micro_batch_loss: Trainer's.
+    would then give another gradient. Therefore the losses of a few examples with given scores
+    are compared with those of each alone. micro_batch_loss: Trainer's.
 
     The reference's log-probs are made up: the policy's own for the first example (r = 0), 0 for all others
-    (r = log pi). With equal log-ratios a mean over examples might not show."""
+    (r = log pi). If all log-ratios were equal, a mean over examples might not show."""
     device = scores.logps.device
     ref_logps = None
     if needs_reference:

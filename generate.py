@@ -110,7 +110,7 @@ def read_prompts(
     source: str, asked: Callable[[Record], Record], extra: Sequence[str] = ()
 ) -> dict[str, Record]:
     """file:line -> record, for each distinct prompt of the records, in their order. asked: as AskedModel.asked. extra:
-    the fields that each record must have; without them all fields beside the prompt count. Raises BadInput."""
+    the fields that each record must have. Without extra, all fields besides the prompt count. Raises BadInput."""
     records: dict[str, Record] = {}
     known = set()
     faults: list[str] = []
@@ -144,22 +144,22 @@ class Ask(Sampling):
     model: str
     """A run's folder, its `final`, a checkpoint, or any folder or id that kto.py takes."""
     prompt: str = ""
-    """What to answer, through the chat template if there is one (with today's date where it prints one).
+    """The question, through the chat template if the model has one (with today's date if the template prints it).
     Default: a conversation, turn by turn, until an empty line or Ctrl-D."""
     prompts: str | None = None
-    """Records whose prompts are answered into the file --out, in any form that online.py reads; a text goes
-    through the chat template, too."""
+    """Records in any form that online.py reads. The answers to their prompts are written to the file --out. A text goes
+    through the chat template too."""
     out: LocalPath = "answers.jsonl"
-    """With --prompts: the file of the answers. A line holds all that the model was asked, the fields beside it, the
-    "completion", and whether the answer was "cut" at max_new_tokens. With a "label" of yours in each line kto.py learns
-    from it. It is written after each batch; the same command goes on after the answers that are there."""
+    """The file of the answers to --prompts. Each record has everything that the model was asked, the other fields, the
+    "completion", and whether the answer was "cut" at max_new_tokens. Add a "label" to each record, and kto.py learns
+    from it. The file is written after each batch. The same command continues after the answers in the file."""
     extra: str | None = None
-    """With --prompts: the fields that each record must have, such as source,solution; no others are copied to the lines
-    of the answers, and prompts that differ in others are one. Default: all fields beside the prompt."""
+    """Fields that each record of --prompts must have, such as source,solution. Only these are copied to the answers,
+    and prompts that differ only in other fields are one prompt. Default: all fields besides the prompt."""
     num_generations: PositiveInt = 1
-    """With --prompts: answers to each prompt."""
+    """Answers to each prompt of --prompts."""
     max_new_tokens: PositiveInt = 256
-    """Longest answer in tokens; less where the context ends."""
+    """Longest answer in tokens; less if the context ends."""
     plain: bool = False
     """true: leave the chat template aside, as for a run on plain records."""
     chat_template_kwargs: str | None = None
@@ -183,8 +183,8 @@ def talk(model: AskedModel, args: Ask) -> None:
 
 
 def answer_settings(model: AskedModel, args: Ask) -> dict:
-    """What decides the answers to a file of prompts: a hash of the model's weights, and settings. Not how many are
-    sampled at once: where memory has run out, fewer can go on."""
+    """The inputs of the answers to a file of prompts: a hash of the model's weights, and settings. The batch size is no
+    such input, so it can be reduced after an out-of-memory error."""
     names = [field.name for field in fields(Sampling) if field.name != "batch_size"]
     names += ["plain", "chat_template_kwargs", "seed"]
     weights = weights_hash(model.policy.unique_parameters())[:12]
@@ -205,7 +205,7 @@ def read_done(out: Path) -> list[dict]:
 
 
 def check_done(out: Path, done: list[dict], lines: list[dict]) -> None:
-    """Refuse to go on with a file whose answers are to other prompts, or were made in another way. Raises BadInput."""
+    """Refuse a file of answers to other prompts or from other settings. Raises BadInput."""
     advice = "give another --out"
     for i, row in enumerate(done):
         where = f"out: {out}:{i + 1}"
@@ -223,7 +223,7 @@ def answer_file(model: AskedModel, args: Ask) -> None:
     out = Path(args.out).expanduser()
     done = read_done(out)
     prompts: list[np.ndarray] = []  # of each answer
-    lines: list[dict] = []  # what its line holds beside the answer
+    lines: list[dict] = []  # the other fields of its record
     faults: list[str] = []
     origin = {"generator": args.model, "settings": answer_settings(model, args)}
     records = read_prompts(args.prompts, model.asked, split_commas(args.extra))

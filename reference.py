@@ -1,4 +1,4 @@
-"""The frozen model that a policy is compared with: a model of its own, the policy with its adapters off, or a
+"""The frozen model that a policy is compared with: a separate model, the policy with its adapters off, or a
 cache of log-probs on the disk."""
 
 import hashlib
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class FrozenModel:
-    """A reference that is a model of its own: a copy of the start, or another model."""
+    """A reference that is a separate model: a copy of the start, or another model."""
 
     def __init__(self, fabric: Fabric, model: nn.Module):
         self.fabric = fabric
@@ -95,15 +95,15 @@ class AdaptersOff:
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
 
-# seconds: what a run that is killed while it precomputes may have to compute again
+# seconds of work that a run may lose if it is killed while it precomputes
 WRITE_EVERY = 60
 
 
 class CachedReference:
-    """A reference whose log-probs are kept in a folder, by the content of prompt and completion.
+    """A reference with its log-probs in a folder, by the content of prompt and completion.
 
-    It computes what the folder does not have, and writes it every minute, until `release` frees the model. Runs and
-    ranks can share a folder: each writes files of its own.
+    It computes the log-probs that the folder lacks, and writes them every minute, until `release` frees the model.
+    Runs and ranks can share a folder: each writes separate files.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CachedReference:
         self.reference: FrozenModel | AdaptersOff | None = reference
         self.fabric = fabric
         self.folder = Path(cfg.reference_cache).expanduser()
-        # what the values depend on, besides prompt and completion
+        # the inputs of the values besides prompt and completion
         models = [x for name, x in sorted(hashes.items()) if name not in ("program", "records")]
         depends = [*models, cfg.precision, cfg.lora.quantize]
         self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
@@ -179,7 +179,7 @@ class CachedReference:
         return Scores(to_device(logps.view(packed.length_BK.shape), device))
 
     def release(self) -> None:
-        """Write what was computed, and free the model: everything that the run needs is known now."""
+        """Write the new log-probs and free the model. All log-probs that the run needs are known now."""
         self._write()
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
@@ -224,7 +224,7 @@ def make_reference(
     hashes: dict[str, str],
 ) -> Reference | None:
     """The reference of a run; None if the objective needs none. frozen: the reference's own model, if it has one.
-    hashes: of what the run learns from, and of the weights."""
+    hashes: of the run's inputs and of the weights."""
     if not objective.needs_reference:
         return None
     reference = AdaptersOff(policy) if frozen is None else FrozenModel(fabric, frozen)
@@ -265,7 +265,7 @@ def other_weights(
     collective if the policy is sharded: rank 0 gives the weights, the others None.
 
     The weights that change are set aside where they are. In full fine-tuning this takes the memory
-    that the gradient had. With LoRA it is a second base, in the folder's type if the base has its
+    that the gradient had. In a LoRA run it is a second base, in the folder's type if the base has its
     numbers; the reference, which is the policy's base, then exchanges the two at each call."""
     aside = {}
 

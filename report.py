@@ -2,9 +2,9 @@
 
     python report.py out/a out/b
 
-Runs of one program whose settings differ in the seed only are one group: the table has their mean and range, the
-picture draws them in one colour: training as an exponential average over some five rows, validations as dots. Writes
-report.png and report.csv (the numbers of each run) beside the first run's folder.
+Runs of one program that differ only in the seed are one group. The table has their mean and range. The picture draws
+them in one colour: training as an exponential average over some five rows, validations as dots. Writes
+report.png and report.csv (the numbers of each run) to the parent of the first run's folder.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def read_test(folder: Path) -> dict[str, float]:
 
 
 def free_settings() -> list[str]:
-    """Settings of all programs in which two runs of the same numbers may differ. A resume may also change some of data,
+    """Settings of all programs that do not change the numbers of a run. A resume may also change some of data,
     because it compares the records themselves."""
     rules = resume_rules(RunSettings)
     for group in ("spin", "online"):
@@ -80,7 +80,7 @@ def free_settings() -> list[str]:
 
 
 def group_names(settings: list[dict]) -> list[str]:
-    """For each run the settings in which the runs differ, but for the seed."""
+    """The settings of each run that differ among the runs, except the seed."""
     table = pd.DataFrame(settings, dtype=object).map(str)
     table = table.drop(columns=free_settings(), errors="ignore")
     # the same seed twice: the program may have changed in between, so no mean over both
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         numbers.append(
             {
                 "before": val["checker_accuracy"].get(0),
-                # step 0 says nothing of what was trained: its check may be the only one so far
+                # not step 0, which is before training and may be the only check so far
                 **val[val.index > 0].ffill().tail(1).mean(),
                 "kl/clamped": metrics["kl/clamped"].mean(),
                 **read_test(folder),

@@ -1,6 +1,6 @@
-"""From settings to a Run, in the order in which it happens; and what may happen to a Run later.
+"""From settings to a Run, in the order of events, and the later changes of a Run.
 
-Reading order: Run (what lives during a run), setup (how it is made, on one screen), then the parts of setup in the
+Reading order: Run (the state of a run), setup (how it is made, on one screen), then the parts of setup in the
 order of their calls. Nobody needs this file to change an algorithm.
 """
 
@@ -99,15 +99,15 @@ class Run:
     objective: Objective
     """The algorithm. Changed by use_objective."""
     policy: nn.Module
-    """The model that learns, as Fabric wraps it; in eval mode but for a step's forward and backward. Its weights are
-    changed by the optimizer's step; by new_reference, which merges adapters into the base; by load."""
+    """The model that learns, as Fabric wraps it. It is in train mode only during a step's forward and backward. Its
+    weights are changed by the optimizer's step; by new_reference, which merges adapters into the base; by load."""
     reference: Reference | None
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
     optimizer: _FabricOptimizer
-    """As Fabric wraps it. Its state is cleared by new_reference where adapters begin anew."""
+    """As Fabric wraps it. new_reference clears its state when adapters restart."""
     state: RunState
-    """What a checkpoint saves besides tensors. `step` is changed by Trainer.train_step, the best step
+    """The saved state besides tensors. `step` is changed by Trainer.train_step, the best step
     and `unvalidated` by evaluation.validate, the iteration's fields by begin_iteration,
     `reference_has_moved` by new_reference, `hashes` by load_records, all else by save."""
     folder: Path
@@ -121,9 +121,9 @@ class Run:
     stop: Stop
     """Whether a signal asks the run to end."""
     last_step: int = 0
-    """The step with which the whole run ends. Changed by Trainer.fit and rollout.iterations."""
+    """The last step of the whole run. Changed by Trainer.fit and rollout.iterations."""
     rollout: Callable | None = None
-    """An engine that answers prompts in place of our sampler (see rollout.py)."""
+    """An engine that answers prompts instead of our sampler (see rollout.py)."""
     engine_gap: float | None = None
     """How far the engine's log-probs of this iteration's answers are from the policy's, in nats a token; None
     without an engine that gives them. Changed by rollout.policy_answers."""
@@ -135,12 +135,12 @@ class Run:
     """The step after which policy and reference are equal: 0, or the start of an iteration. Changed by
     begin_iteration."""
     exported: dict[str, int] = field(default_factory=dict)
-    """The folders that this process has exported, final and best, and of which step. Changed by export_step."""
+    """The folders that this process has exported (final, best), with their steps. Changed by export_step."""
 
     # ---- what an outer loop may change
 
     def use_objective(self, objective: Objective) -> None:
-        """Train with another objective from the next fit on. It takes over what the last one remembers."""
+        """Train with another objective from the next fit on. It takes over the state of the last one."""
         objective.load_state_dict(self.objective.state_dict())
         self.objective = objective
 
@@ -157,8 +157,8 @@ class Run:
         return numbered(examples)
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
-        """Begin iteration i of an outer loop (SPIN, online KTO). With a moving reference the policy, as it is now,
-        becomes the reference. By the hash of the policy a resume knows which answers of a killed process it may use."""
+        """Begin iteration i of an outer loop (SPIN, online KTO). If moving_reference, the present policy becomes the
+        reference. By the hash of the policy a resume knows which answers of a killed process it may use."""
         self.state.iteration = i
         if moving_reference:
             self.new_reference()
@@ -167,9 +167,9 @@ class Run:
         self.state.started_from = on_rank_0(self.fabric, lambda: weights_hash(weights))
 
     def new_reference(self, share: float = 1.0) -> None:
-        """The policy as it is becomes the reference; with a share below 1 the reference moves by that share towards it.
-        LoRA's adapters are merged into the base, which is their reference, and begin anew with the optimizer's state.
-        A collective."""
+        """The present policy becomes the reference; with a share below 1 the reference moves by that share towards it.
+        LoRA's adapters are merged into the base, which is their reference. The adapters and the optimizer's state
+        restart. A collective."""
         check_new_reference(self.cfg, self.reference is not None, share)
         seed = mixed(self.cfg.seed, self.state.step)
         multiplies_bfloat16 = self.cfg.precision.startswith("bf16")
@@ -197,7 +197,7 @@ class Run:
         self, dtype: torch.dtype | None = None, seed: int = 0
     ) -> dict[str, torch.Tensor]:
         """The policy's weights by their plain names, whole, with adapters merged in and without the objective's module;
-        of a sharded policy rank 0 alone has their values. dtype, seed: of the rounding of what is merged (see
+        if the policy is sharded, only rank 0 has their values. dtype, seed: of the rounding of merged weights (see
         lora.merged_weights). A collective."""
         base = None
         if self.cfg.lora.quantize:  # a quantised base holds rounded numbers
@@ -230,7 +230,7 @@ class Run:
         say(f"  {command_to(['--config', settings, '--resume', 'auto'])}")
 
     def load(self, folder: Path) -> None:
-        """Put a checkpoint's tensors in place, and what the objective remembers."""
+        """Load a checkpoint's tensors and the objective's state."""
         saved = read_state(folder)
         self.objective.load_state_dict(saved.objective_state)
         if self.state.reference_has_moved and not saved.reference_has_moved:
@@ -240,10 +240,10 @@ class Run:
         load_checkpoint(self, folder)
 
     def end(self, error: BaseException | None) -> bool:
-        """End the run, whose loop has ended with this error or with none. Returns whether the error is handled.
+        """End the run after its loop has ended. error: of the loop, or None. Returns whether the error is handled.
 
         A signal during a validation or a rollout (Interrupted) saves the run and ends it as usual. Any other error
-        saves nothing: a line names the last checkpoint."""
+        saves nothing, and a message names the last checkpoint."""
         failed = error is not None and not isinstance(error, Interrupted)
         if isinstance(error, Interrupted):
             traceback.clear_frames(
@@ -278,7 +278,7 @@ def setup(
 ) -> Run:
     """Make a Run of the settings: refuse what cannot work, read, launch, load, resume.
 
-    checker: judges answers (evaluation.Checker). optimizer: a function in place of make_optimizer. rollout:
+    checker: judges answers (evaluation.Checker). optimizer: a function that replaces make_optimizer. rollout:
     an engine that answers prompts (see rollout.py). make_records: as for main. Raises BadInput, Failed.
     """
     console.shows_progress = cfg.progress
@@ -325,7 +325,7 @@ def setup(
     check_optimizer(trained_by, policy.unique_parameters())
     reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)
 
-    # a new run, or one that goes on from a checkpoint
+    # a new run, or one that continues from a checkpoint
     code = program_hash(program_file(objective))
     state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes, code))
     stop = Stop()
@@ -366,7 +366,7 @@ def resolve(cfg: RunSettings, config: PretrainedConfig) -> RunSettings:
 
 
 def with_absolute_paths(settings: Any, *names: str) -> Any:
-    """The same settings, of any class, with absolute paths in the fields `names`. So settings.yaml means the same
+    """The same settings, of any class, with absolute paths in the fields `names`. Then settings.yaml means the same
     from any working directory. Ids of the Hub stay as they are."""
     return replace(settings, **{name: absolute_sources(getattr(settings, name)) for name in names})
 
@@ -374,7 +374,7 @@ def with_absolute_paths(settings: Any, *names: str) -> Any:
 def hash_inputs(
     fabric: Fabric, source: Source, tokenizer: Tokenizer, examples: dict[str, list[Example]]
 ) -> dict[str, str]:
-    """Hashes of what the run learns from, by name, without those of weights. Refuses processes that have
+    """Hashes of the run's inputs by name, without those of weights. Refuses processes that have
     read different files."""
     contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
     contents += b"".join(b"%d" % i for i in tokenizer.stops_of_template)

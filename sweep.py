@@ -2,10 +2,10 @@
 
     python sweep.py kto.py --seed 1,2,3 --kto.beta 0.1,0.3 --optim.lr 1e-3
 
-Values separated by commas make the grid. A value that has commas itself stands in double quotes:
+Values separated by commas make the grid. Put a value that has commas in double quotes:
 --lora.targets '"q_proj,v_proj",all-linear' are two values. Each run has a folder in out/sweep-kto (another one:
---out_dir), with what it printed in log.txt. The same command again skips finished runs and goes on with
-the others. If the program's files have changed since, sweep.py says so, and the report does not mix the runs.
+--out_dir), with its output in log.txt. The same command again skips finished runs and continues the others. If the
+program's files have changed since, sweep.py says so, and the report does not mix the runs.
 """
 
 import argparse
@@ -34,8 +34,7 @@ def run_one(command: list[str], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "a+") as log:
         log.seek(0)
-        # A finished run is also started if the command is another one than before: it then refuses
-        # to go on with other settings.
+        # A finished run is also started if its command has changed. The run then refuses the other settings.
         text = log.read()
         if finished in text:
             return "finished before"
@@ -44,15 +43,15 @@ def run_one(command: list[str], folder: Path) -> str:
                 "finished before; the program has changed since: to run it anew, delete the folder"
             )
         run = Popen(command, stdout=log, stderr=log)
-        # A terminal sends Ctrl-C to the run, too. The others may come here alone: the run is told, saves and
-        # ends. Else a scheduler's notice would end the sweep at once, and with it the run, unsaved.
+        # A terminal sends Ctrl-C to the run, too. Other signals may reach only the sweep, so it passes them on: the
+        # run saves and ends. Otherwise a scheduler's notice would end the sweep and the unsaved run.
         signal(SIGINT, lambda *_: None)
         for number in STOPS[1:]:
             if getsignal(number) != SIG_IGN:  # by nohup
                 signal(number, lambda *_: run.terminate())
         code = run.wait()
         if code - 128 in STOPS or -code in STOPS:
-            raise SystemExit("stopped; the same command goes on")
+            raise SystemExit("stopped; the same command continues")
         if code:
             log.seek(0)
             last_line = ["", *log][-1]

@@ -96,7 +96,7 @@ def test_values_that_blanks_part_are_refused_before_the_first_run(words):
 
 def test_a_run_that_a_signal_of_its_own_has_stopped_ends_the_sweep():
     Path("how").write_text("138")  # 128 + SIGUSR1
-    with pytest.raises(SystemExit, match="^stopped; the same command goes on$"):
+    with pytest.raises(SystemExit, match="^stopped; the same command continues$"):
         sweep.main(GRID)
     assert len(list(Path("out/sweep-mine").iterdir())) == 3, "the fourth run has not begun"
 
@@ -115,5 +115,5 @@ def test_a_signal_lets_the_run_save_and_ends_the_sweep(number):
     else:
         process.send_signal(number)  # the sweep alone, as a scheduler may
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (1, "stopped; the same command goes on\n")
+    assert (process.returncode, said) == (1, "stopped; the same command continues\n")
     assert log.read_text() == "waiting\nsaved\n" and len(os.listdir("out/sweep-mine")) == 3
