@@ -1,4 +1,5 @@
-"""Who attends to whom in a packed batch, whose completions share their prompts. (sampler.py has the key/value cache.)
+"""Which token attends to which in a packed batch, where completions share prompts. (sampler.py has the key/value
+cache.)
 
 Shape letters; B, K, U, N, P, M, T, L, I and S are those of packing.py:
 
@@ -36,7 +37,7 @@ VARLEN = inspect.signature(varlen_attn).parameters
 
 
 class Layer(NamedTuple):
-    """What PackedAttention and KVCache need to know of an attention layer."""
+    """The properties of an attention layer that PackedAttention and KVCache need."""
 
     module: nn.Module  # tells the layers of a model apart
     window: int | None  # tokens that a token sees, itself included; None: all before it
@@ -59,7 +60,7 @@ class PromptCache:
 
 
 class PackedAttention:
-    """Which token attends to which in a packed batch, for one forward. All layers share it, with its tiles' masks.
+    """Attention in a packed batch, for one forward. All layers share it, with its tiles' masks.
 
     prompts: an earlier forward's, so that only completions are queries here.
     keeps_prompts: save this forward's prompts in `kept`.
@@ -105,7 +106,7 @@ class PackedAttention:
         tokens, along dimension `dim`."""
         shape = list(x.shape)
         shape[dim] = len(self.batch.token_N)
-        # completions first: if token 0 stands in for them, its prompt's values must win
+        # completions first: token 0 may replace them, and then its prompt's values must win
         out = x.new_empty(shape).index_copy_(dim, self.batch.completion_M, x)
         prompt = x_prompts.index_select(dim, self.prompts.batch.prompt_P)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
@@ -203,7 +204,7 @@ class PackedAttention:
         return mask
 
     def segments_of_prompts(self) -> list[list["Segment"]]:
-        """For each prompt the segment of its own tokens, then one for each completion. A prompt that an earlier
+        """The segments of each prompt: one of its tokens, then one for each completion. A prompt that an earlier
         forward computed has no queries."""
         prompts = []
         for n_prompt, *n_completions in self.batch.segment_sizes:
@@ -262,7 +263,7 @@ def join_short_prompts(prompts: list[list[Segment]]) -> list[list[Segment]]:
 class GatherKeys(torch.autograd.Function):
     """The keys, or the values, of all sequences: (N, heads, D) -> (I, heads, D). A prompt's tokens are in several
     sequences, and the backward adds up their gradients. It uses the order key_order_I from packing: the backward of
-    plain indexing would sort key_I anew in each layer."""
+    plain indexing would sort key_I again in each layer."""
 
     @staticmethod
     def forward(ctx: Any, x_N: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is measured of the policy: answers to held-out prompts, what a checker says of them, validation, a run's end.
+"""Measurements of the policy: answers to held-out prompts, their verdicts, validation, the end of a run.
 
 Reading order: Evaluator (answers and their verdicts); validate (a row of val.csv); finish (the test split, and what
 other programs load: final, best, final_adapter).
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """What a checker judges."""
+    """An answer for a checker."""
 
     prompt: str
     """A dialogue as the chat template renders it, without special tokens."""
@@ -55,13 +55,13 @@ class Answer(NamedTuple):
 
 
 Verdict = bool | float
-# For each answer whether it is right, or a number from 0 to 1 for an objective that wants numbers; or None: no verdict,
-# as where another model was asked and said neither yes nor no
+# A verdict says whether an answer is right, or is a number from 0 to 1. None is no verdict: a judge may say neither
+# yes nor no
 Checker = Callable[[list[Answer]], list[Verdict | None]]
 
 
 def with_answers(examples: list[Example], answers: list[list[int]]) -> list[Example]:
-    """The examples with the answers (token ids) as their completions, in place of the data's completions."""
+    """The examples with the answers (token ids) as their completions, instead of the data's completions."""
     return [e._replace(completions=(np.array(ids, np.int32),)) for e, ids in zip(examples, answers)]
 
 
@@ -76,7 +76,7 @@ def as_answers(tokenizer: Tokenizer, examples: list[Example], stop: list[str]) -
 
 def count_by_field(answers: list[Answer], verdicts: list[Verdict | None]) -> dict:
     """{field: {value: [right, of]}}: counts by each text field that has few values, such as the kind of a task.
-    Answers without a verdict are left out."""
+    Answers without a verdict are not counted."""
     fields = {}
     for answer, verdict in zip(answers, verdicts):
         for name, value in answer.fields.items():
@@ -138,9 +138,9 @@ class Evaluator:
         return verdicts
 
     def verdicts(self, answers: list[Answer]) -> list[Verdict | None]:
-        """The checker's verdicts as bools and numbers of Python; None where it has none, of which there is a line.
-        Called on rank 0 alone. Raises BadInput, with the number of the first answer whose verdict is
-        something else; Failed if no answer has a verdict."""
+        """The checker's verdicts as bools and numbers of Python; None for no verdict; their number is printed.
+        Called on rank 0 alone. Raises BadInput, with the number of the first answer that has another verdict;
+        Failed if no answer has a verdict."""
         refuse_unless(
             self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
         )
@@ -191,7 +191,7 @@ class Evaluator:
         return check["right"] / check["of"], answered
 
     def file(self, step: int, name: str | None = None) -> Path:
-        """Where the check after this step is written: see accuracy."""
+        """The file of the check after this step: see accuracy."""
         if name is None:
             name = f"answers-{step}" if step else "before"
         return Path(self.cfg.out_dir, "eval", f"{name}.json")
@@ -205,7 +205,7 @@ class Evaluator:
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
     def compare(self, step: int) -> None:
-        """Copy the check of the last step to eval/after.json, and print its accuracy and some of its answers beside
+        """Copy the check of the last step to eval/after.json, and print its accuracy and some of its answers with
         those from before the run. On rank 0."""
         before = self.file(0)
         last = self.file(step)
@@ -249,8 +249,8 @@ def format_share(right: float, of: int) -> str:
 
 
 def format_gain(before: dict, after: dict) -> str:
-    """How much larger the share of right answers is after training. Where answers have no verdict, the two shares
-    are of different prompts, so the gain is taken over those that have one both times."""
+    """How much larger the share of right answers is after training. If answers lack a verdict, the two shares
+    are of different prompts, so the gain counts only prompts with two verdicts."""
     if "unjudged" not in before and "unjudged" not in after:
         gain = after["right"] / after["of"] - before["right"] / before["of"]
         return f"{100 * gain:+5.1f} points"
@@ -354,8 +354,8 @@ def validation_row(loop: "Trainer", plan: Plan) -> tuple[dict, list[dict]]:
 
 
 def row_of(loop: "Trainer", examples: list[Example], title: str) -> dict:
-    """A row by the objective's metrics, of all these examples. Empty for prompts alone, of which only a
-    checker has something to say. A collective."""
+    """A row by the objective's metrics, of all these examples. Empty for prompts without completions, because only a
+    checker can judge these. A collective."""
     if not examples[0].completions:
         return {}
     columns, z = loop.score_examples(examples, title)
@@ -415,8 +415,8 @@ def finish(loop: "Trainer") -> None:
 
 
 def test_row(loop: "Trainer", name: str) -> dict:
-    """The test split's row, of the weights that were exported as `name`: final or best. With a checker it has the
-    share of right answers to the split's prompts, which are in eval/test-final.json, or test-best.json."""
+    """The test split's row, of the weights that were exported as `name`: final or best. If there is a checker,
+    the row has the share of right answers. These are in eval/test-final.json or test-best.json."""
     run = loop.run
     test = run.examples["test"]
 

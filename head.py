@@ -12,7 +12,7 @@ from infra.devices import multiplies_bfloat16
 # All but the fourth are numbers of logits.
 # A chunk: 64 MiB in float32, however many targets there are.
 HEAD_LOGITS = 2**24
-# The first chunks, whose gradient the forward keeps for the backward. The other chunks compute it again.
+# The forward keeps the gradient of the first chunks for the backward. The other chunks compute it again.
 CPU_SAVED = 2**26
 # One softmax: on a CPU allocations above 32 MiB are slow. Smaller chunks would do as well, but the matrix's gradient
 # is rounded once per chunk.
@@ -25,8 +25,8 @@ GPU_SAVED = 2**29
 
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
-    """x in the type in which autocast computes products, if autocast is on: for products that it does not cast
-    itself, such as those of Head."""
+    """x in the type of autocast's products, if autocast is on. This is for products that autocast does not cast, such
+    as those of Head."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -56,7 +56,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, device: str, V: int, entropy: bool = False) -> "Chunks":
-        """For a type of device ("cuda", "cpu") and a vocabulary; torch knows whether gradients are on."""
+        """The chunks for a type of device ("cuda", "cpu") and a vocabulary. torch knows whether gradients are on."""
         is_gpu = device == "cuda"
         if is_gpu:
             size = max(GPU_ROWS, HEAD_LOGITS // V)
@@ -93,8 +93,8 @@ class Head(torch.autograd.Function):
     The forward saves the gradient by the logits for the first chunks; for the other chunks the backward computes
     logits and gradient again. All chunks add their part of the matrix's gradient to one tensor.
 
-    If the matrix is frozen, the forward multiplies every chunk's gradient by the logits with the matrix at once. This
-    leaves C numbers a target, which the backward only multiplies with the gradient of the target's log-prob.
+    If the matrix is frozen, the forward multiplies every chunk's gradient by the logits with the matrix immediately.
+    This leaves C numbers a target, which the backward only multiplies with the gradient of the target's log-prob.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a GPT computes on a packed batch: log-probs of completions, or logits of the next token.
+"""The forward of a GPT on a packed batch: log-probs of completions, or logits of the next token.
 
 There are two implementations. GPT is the one to read and edit: GPT-2 and the Llama shape, with litgpt's config,
 names and MLPs. models/other.py runs transformers' own classes, for every other type. Both have our attention
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """What a forward gives for a PackedBatch."""
+    """The results of a forward on a PackedBatch."""
 
     logps: torch.Tensor
     """Log-probs of the completions in nats, float64 for a float64 model, else float32: (B, K) sums,
     or (B, K, L) by token, 0 beyond a completion's end. (B, K, L, n) if n tokens are scored at each place."""
     outputs: torch.Tensor | None = None
-    """(B, K, L, ...): what the objective's module gives at each token; None without a module."""
+    """(B, K, L, ...): outputs of the objective's module at each token; None without a module."""
     entropy: torch.Tensor | None = None
-    """(B, K), if the caller asked for it: for each completion the sum over its tokens of the entropy, in
-    nats, of the distribution from which the token is drawn. Without gradient."""
+    """(B, K), if the caller asked for it: the entropy of the next-token distribution in nats, summed over the tokens
+    of a completion. Without gradient."""
     prompts: PromptCache | None = None
     """Keys, values and hidden states of the prompts, if the caller asked for them."""
     targets: torch.Tensor | None = None
@@ -50,8 +50,8 @@ class Scores(NamedTuple):
 
 
 class Packed(nn.Module):
-    """What both implementations do with a PackedBatch or a KVCache (sampler.py). Each adds: config, blocks, embedding,
-    lm_head, max_seq_length, hidden."""
+    """The part that both implementations share. It reads a PackedBatch or a KVCache (sampler.py). Each adds: config,
+    blocks, embedding, lm_head, max_seq_length, hidden."""
 
     # {transformers' name of a weight: our weight, and which rows of it}
     rows: dict[str, Rows]
@@ -77,7 +77,7 @@ class Packed(nn.Module):
         if not isinstance(x, PackedBatch):
             h_RQC = self.hidden(x.token_RQ, x.position_RQ, x)
             return self.head(h_RQC.flatten(0, 1)[x.last_B]).float()
-        # transformers' classes would go on at positions that the model has never seen in its training
+        # transformers' classes would continue at positions that the model has never seen in training
         if x.max_keys > self.max_seq_length:
             raise BadInput(
                 f"a text of {x.max_keys + 1} tokens, a prompt with a completion, exceeds the model's "
@@ -199,8 +199,7 @@ class Packed(nn.Module):
     def unique_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by name. A tied head appears only as the embedding; the parameters of the
         objective's module are objective_module.*"""
-        # after a forward without backward FSDP2 leaves gathered copies in place of the root's
-        # parameters
+        # after a forward without backward FSDP2 keeps gathered copies instead of the root's parameters
         if isinstance(self, FSDPModule):
             self.reshard()
         parameters = dict(self.named_parameters(remove_duplicate=False))
@@ -212,7 +211,7 @@ class Packed(nn.Module):
 # ---- the GPT to read and edit --------------------------------------------------------------------
 
 
-# Fields of litgpt's Config for which GPT computes one value alone.
+# Fields of litgpt's Config that must have this value.
 FIXED = dict(
     parallel_residual=False, shared_attention_norm=False, norm_1=True, norm_2=True,
     post_attention_norm=False, post_mlp_norm=False, norm_qk_type="default",
@@ -223,13 +222,13 @@ FIXED = dict(
 
 
 class GPT(Packed):
-    """GPT-2, or a model of Llama's shape. Its modules have litgpt's names and litgpt's order: the order of
-    named_parameters, and in which a new model's weights are drawn.
+    """GPT-2, or a model of Llama's shape. Its modules have litgpt's names and litgpt's order, which is the order
+    of named_parameters and of the random draws of a new model's weights.
 
     Raises ValueError for a config that asks for what GPT does not compute."""
 
     block_class: type[nn.Module]
-    """What a layer is: Block, or a fork's own (docs/forks.md, "Another architecture")."""
+    """The class of a layer: Block, or a fork's block (docs/forks.md, "Another architecture")."""
 
     def __init__(self, config: litgpt.Config):
         super().__init__()
@@ -327,7 +326,7 @@ GPT.block_class = Block
 
 class Attention(nn.Module):
     """Queries, keys and values of a layer, and the layer's output. Query heads may share a key head.
-    Which token attends to which is left to attention.py.
+    attention.py decides which token attends to which.
 
     window: a token sees itself and the window - 1 tokens before it; None: all of them."""
 

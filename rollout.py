@@ -1,4 +1,4 @@
-"""What SPIN and online KTO share: iterations, and the policy's answers and their ratings on the disk.
+"""Shared by SPIN and online KTO: iterations, and the policy's answers and their ratings on the disk.
 
 Answers come from our own sampler, or from an engine that is given in code, main(rollout=engine): a
 function
@@ -7,9 +7,9 @@ function
 
 that answers prompts (lists of token ids) with the Hugging Face model in `folder`, the policy as it is
 now. A completion is a list of token ids, with its EOS if it came to one; the folder's generation_config.json
-names all of these (eos_token_id). The engine is called once for each rollout_batch_size prompts; an iteration
-has a folder of its own, since some engines keep what they have read under one path. Token ids that the model
-does not have, and answers beyond its context, are refused before they are written.
+names all of these (eos_token_id). The engine is called once for each rollout_batch_size prompts; each iteration has a
+new folder, because some engines cache the contents of a path. Token ids that the model does not have, and answers
+beyond its context, are refused before they are written.
 
 An engine that runs elsewhere may still have the last iteration's weights, or another tokenizer. If it gives the
 log-probs of its answers, too (WithLogps), the run compares them with the policy's and refuses such answers.
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutSettings(Sampling):
-    """What the settings of spin.py and online.py share."""
+    """Settings that spin.py and online.py share."""
 
     rollout_batch_size: PositiveInt = 512
     """Prompts answered between two writes to the disk. A resume keeps the answers of whole batches. Random numbers
@@ -79,13 +79,13 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
 
 def iterations(run: "Run", sizes: list[int], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
     """(i, plan) of each iteration that is not done yet, i from 1. sizes: how many examples each iteration is expected
-    to have. With a moving reference the policy becomes its own reference when an iteration begins. Raises BadInput."""
+    to have. If moving_reference, the policy becomes its own reference when an iteration begins. Raises BadInput."""
     state = run.state
     check_iterations(run.cfg, sizes)
     for i in range(1, len(sizes) + 1):
         plan = iteration_plan(run, sizes, i)
         run.last_step = plan.total
-        # an iteration whose last validation has not ended is not done
+        # an iteration is not done before its last validation has ended
         if plan.end > state.step - state.unvalidated:
             if i > state.iteration:
                 run.begin_iteration(i, moving_reference and run.reference is not None)
@@ -106,12 +106,12 @@ def iteration_plan(run: "Run", sizes: list[int], i: int) -> Plan:
 
 
 class WithLogps(NamedTuple):
-    """What an engine may return in place of its answers alone."""
+    """Answers with log-probs, which an engine may return instead of plain answers."""
 
     answers: list[list[int]]
     logps: list[list[float]]
-    """For each token of each answer its log-prob in nats. It is that of the model itself: at temperature 1,
-    without top_p, whatever the answer was sampled with."""
+    """The log-prob in nats of each token of each answer, at temperature 1 without top_p, even if the answer was sampled
+    with other settings."""
     max_gap: float = 0.1
     """How far they may be from the policy's: the mean absolute difference, in nats a token. Rounding alone gave
     1e-5 in float32, and up to 0.07 where one side was in bfloat16 (benchmarks/RESULTS.md)."""
@@ -125,8 +125,7 @@ def export_policy(run: "Run") -> Path:
     """The policy as it is now, as a Hugging Face folder of this iteration, which an engine loads. The last
     iteration's is removed. A collective."""
     folder = run.folder / "iterations"
-    # Engines keep what they have read under one path, so other weights have another name: also
-    # those of a run that is begun anew in this folder.
+    # Engines cache the contents of a path, so other weights need another name, also after a restart in this folder.
     name = f"policy-{run.state.iteration}-{run.state.started_from[:8]}"
     model = run.policy.module
     generation = run.tokenizer.generation_config(model.embedding.num_embeddings)
@@ -158,7 +157,7 @@ def policy_answers(
     file = iteration_file(run, "answers", i)
     size = args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    # all that the answers depend on, but for rounding
+    # all inputs of the answers, up to rounding
     sampling = replace(args, batch_size=1)
     causes = (run.state.started_from, run.cfg.seed, run.rollout is None, new, sampling)
     key = examples_hash({repr(causes): examples})[:16]
@@ -211,8 +210,8 @@ def policy_answers(
 
 
 def read_engine(given: Any, n: int) -> WithLogps:
-    """What an engine gave for n prompts, as Python's own lists; without log-probs they are an empty list. Raises
-    BadInput."""
+    """An engine's answers to n prompts as Python's lists. The list of log-probs is empty if the engine gives none.
+    Raises BadInput."""
     answers = given.answers if isinstance(given, WithLogps) else given
     expected = f"expected {n} answers, each of one token id or more"
     with user_error("rollout", expected):
@@ -283,9 +282,8 @@ def gap_text(run: "Run") -> str:
 def check_scorable(
     run: "Run", where: str, prompt: Sequence[int], completions: Sequence, longest_prompt: int
 ) -> None:
-    """Refuse, before the policy learns from it, what the model cannot compute: token ids that it does not have,
-    and more tokens than its context. Where the objective has mismatched pairs, a completion is also scored
-    with the longest prompt. Raises BadInput."""
+    """Refuse answers that the model cannot compute: token ids that it does not have, or more tokens than its context.
+    If the objective has mismatched pairs, a completion is also scored with the longest prompt. Raises BadInput."""
     module = run.policy.module
     n_ids = module.embedding.num_embeddings
     context = module.max_seq_length
@@ -310,7 +308,7 @@ def check_scorable(
 
 
 def check_rated(run: "Run", examples: list) -> None:
-    """Refuse, before it is written, what a fork's `rate` has made of the answers and no step can learn from."""
+    """Refuse examples of a fork's `rate` that no step can learn from, before they are written."""
     for j, example in enumerate(examples):
         where = f"rate: example {j}"
         refuse_unless(
@@ -333,7 +331,7 @@ def check_rated(run: "Run", examples: list) -> None:
 
 
 def rated_line(run: "Run", example: Example, stop: list[str]) -> dict:
-    """A line of rated-N.jsonl: the answer with its label, as kto.py reads it, and the example."""
+    """A row of rated-N.jsonl: the answer with its label, as kto.py reads it, and the example."""
     answer = answer_fields(*read_answer(run.tokenizer, example.completions[0].tolist(), stop))
     rating = {"label": example.label, "weight": example.weight}
     return example.asked | answer | rating | {"example": example._replace(asked={})._asdict()}
@@ -350,7 +348,7 @@ def rated_examples(
 ) -> list[Example]:
     """The examples, any number of them, that rate(run, prompts, answers) makes of the answers of iteration i.
 
-    Rank 0 calls rate, once an iteration, and writes the examples beside the answers. All ranks learn from
+    Rank 0 calls rate, once an iteration, and writes the examples to the folder of the answers. All ranks learn from
     that file, and so does a resume in the middle of the iteration: ratings need not be the same twice.
     stop: the stop texts of the answers. Raises BadInput.
     """

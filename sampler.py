@@ -30,16 +30,16 @@ from records.tokenizer import Tokenizer
 
 # Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
 SEARCH_INTERVAL = 4
-# Logits of which a CPU makes probabilities at once: of 256 rows of a vocabulary of 262,144 these take 2 to 4 GB.
+# Logits that a CPU turns into probabilities in one call: of 256 rows of a vocabulary of 262,144 these take 2 to 4 GB.
 CHOSEN_AT_ONCE = 2**23
-CPU_MEMORY = 64e9  # bytes, of which keys and values may have an eighth
+CPU_MEMORY = 64e9  # bytes; keys and values may have an eighth of them
 
 # ---- one token ----------------------------------------------------------------------------------
 
 
 def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> torch.Tensor:
     """The next token (B,) of each row: the likeliest at temperature 0, else the first whose cumulative probability is
-    above u times the total, by the row's uniform number u. u is below 1, so there is one."""
+    above u times the total. u is the row's uniform number, below 1, so such a token exists."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
     rows = max(1, CHOSEN_AT_ONCE // logits_BV.shape[1])
@@ -58,8 +58,8 @@ def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> 
 def cumsum(p_BV: torch.Tensor) -> torch.Tensor:
     """Cumulative sums of probabilities along the vocabulary.
 
-    On a GPU sums of floats differ from call to call in their last bits. With --deterministic the probabilities are
-    added as whole numbers, in units of 2^-53.
+    On a GPU sums of floats differ from call to call in their last bits. In a --deterministic run the probabilities
+    are added as whole numbers, in units of 2^-53.
     """
     if torch.are_deterministic_algorithms_enabled():
         return (p_BV * 2**53).long().cumsum(-1).double() / 2**53
@@ -77,7 +77,7 @@ def ready_to_sample(fabric: Fabric, policy: torch.nn.Module, room: float) -> Ite
     module = getattr(policy, "module", policy)
     matrix = torch.ones(1, 1, device=fabric.device)
     with fabric.autocast():
-        dtype = (matrix @ matrix).dtype  # in which linear layers compute
+        dtype = (matrix @ matrix).dtype  # of linear layers
     # autocast remembers the casts of weights until its outermost context ends: enter it once, not at every token
     with merge_for_sampling(module, dtype), fabric.autocast():
         blocks = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
@@ -110,11 +110,11 @@ def generate(
     """Answers to `prompts` (arrays of token ids), at most max_new tokens each, with the EOS if it came to one. Every
     rank returns the same list.
 
-    before_token is called before every decode step, equally often on every rank, so it may be a collective; what it
-    raises, on all ranks alike, ends the sampling.
+    before_token is called before every decode step, equally often on every rank, so it may be a collective. If it
+    raises, it must do so on all ranks, and the sampling ends.
 
-    Each answer draws from a random generator of its own, so it depends on (seed, its place in `prompts`) and, but for
-    rounding, on no other prompt. Ranks take prompts in turn and run equally many forwards: a sharded policy would hang
+    Each answer has a separate random generator. Therefore it depends on (seed, its place in `prompts`) and on no other
+    prompt, up to rounding. Ranks take prompts in turn and run equally many forwards: a sharded policy would hang
     otherwise.
     """
     if not prompts:
@@ -129,7 +129,7 @@ def generate(
     with fabric.autocast():
         rows = max(1, min(args.batch_size, int(room / policy.cache_bytes(slots))))
 
-    wave = rows * fabric.world_size  # the prompts that all ranks sample at once
+    wave = rows * fabric.world_size  # the prompts that all ranks sample together
     all_answers = {}
     with ready_to_sample(fabric, policy, room):
         for start in range(0, n, wave):
@@ -160,7 +160,7 @@ def sample_batch(
     """The answers to B prompts, sampled together. u_BY: a uniform random number for each token, on the CPU. slots: the
     most tokens of a prompt with its answer.
 
-    It returns when all answers have ended on all ranks. A rank whose answers have ended repeats its last forward
+    It returns when all answers have ended on all ranks. A rank without open answers repeats its last forward
     until then, so that collectives match. A single process waits for the device once a token.
     """
     device = fabric.device
@@ -170,8 +170,8 @@ def sample_batch(
     # pack leaves a completion's last token out of the inputs: with completions of one token, only prompts remain
     packed = pack(prompts, [(np.zeros(1, int),)] * len(prompts)).to(device)
     cache = KVCache(packed, slots)
-    number_of_row = list(range(len(prompts)))  # which answer each row of the cache has
-    going_on = number_of_row  # the rows whose answers have not ended
+    number_of_row = list(range(len(prompts)))  # the answer of each row of the cache
+    going_on = number_of_row  # the rows with open answers
     for y in range(max_new):
         before_token()
         logits_BV = policy(cache)
