@@ -137,9 +137,8 @@ class Objective:
         completions, and returns (T, ...). The loss gets the outputs as batch.outputs (B, K, L, ...). The hidden state
         of a token is the one that predicts it, so it has seen the prompt and the tokens before.
 
-        The module becomes a part of the policy. It is trained by the same optimizer (at the learning rate times
-        module.lr_scale, if there is one), sharded, saved and resumed. It is not exported. The loss should use its
-        outputs only, because its parameters are sharded outside of a forward."""
+        The module becomes a part of the policy. It is trained by the same optimizer, sharded, saved and resumed. It is
+        not exported. The loss should use its outputs only, because its parameters are sharded outside of a forward."""
         return None
 
     def state_dict(self) -> dict:

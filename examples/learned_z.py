@@ -12,15 +12,14 @@ from torch import nn
 import kto
 from infra.console import run_cli
 
-FIT = 0.01  # weight of the head's loss: its gradient is clipped together with the policy's
+FIT = 0.001  # weight of the head's loss: its gradient is clipped together with the policy's
 
 
 class Head(nn.Linear):
-    lr_scale = 10.0
-
     def forward(self, h_TC: torch.Tensor) -> torch.Tensor:
         """(T, C) -> (T, 1). The head learns from the policy's states and does not change them."""
-        return super().forward(h_TC.detach())
+        # a step of AdamW has the size of the learning rate, so the output moves ten times as fast
+        return 10 * super().forward(h_TC.detach())
 
 
 class LearnedZ(kto.KTO):

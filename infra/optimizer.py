@@ -137,31 +137,22 @@ def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:
     """AdamW of the parameters that require a gradient. Weight decay skips biases, norms and embeddings.
-    Parameters of the objective's module have a learning rate of their own if the module has an `lr_scale`.
 
-    A fork hands over another function of this form. Each step sets the learning rate of a group, times
-    the group's "lr_scale" if it has one. The optimizer's `state` is saved and resumed. Of cfg.optim the
-    loop uses lr, its schedule and clip; the rest has the effect that this function gives it."""
+    A fork hands over another function of this form. Each step sets the learning rate of a group, times the group's
+    "lr_scale" if it has one. The optimizer's `state` is saved and resumed. Of cfg.optim the loop uses lr, its schedule
+    and clip. This function uses the rest."""
     o = cfg.optim
-    scale_of = {}
-    module = getattr(policy, "objective_module", None)
-    if module:
-        scale_of = dict.fromkeys(module.parameters(), getattr(module, "lr_scale", 1.0))
     undecayed = set()
     for m in policy.modules():
         # Cohere's norms of queries and keys have two dimensions: (heads, head size)
         if isinstance(m, torch.nn.Embedding) or "norm" in type(m).__name__.lower():
             undecayed.update(m.parameters(recurse=False))
-    by_options = {}  # (whether it decays, lr_scale): parameters
-    for p in policy.parameters():
-        if p.requires_grad:
-            decays = p.ndim >= 2 and p not in undecayed
-            by_options.setdefault((decays, scale_of.get(p, 1.0)), []).append(p)
-    groups = [
-        {"params": params, "weight_decay": o.weight_decay * decays, "lr_scale": scale}
-        # sorted, because the rounding of the gradient's norm depends on the order
-        for (decays, scale), params in sorted(by_options.items(), reverse=True)
-    ]
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2 and p not in undecayed]
+    others = [p for p in trained if p.ndim < 2 or p in undecayed]
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
     betas = (o.beta1, o.beta2)
     return torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.eps, fused=True)
 

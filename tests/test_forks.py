@@ -801,9 +801,7 @@ class RatingKTO(kto.KTO):
     """KTO, and beside it a head that learns to predict the ratings from the state at each answer's end."""
 
     def make_module(self, width):
-        head = torch.nn.Linear(width, 1)
-        head.lr_scale = 10.0
-        return head
+        return torch.nn.Linear(width, 1)
 
     def loss(self, logps, ref_logps, batch, z_B):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)

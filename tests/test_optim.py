@@ -169,17 +169,13 @@ def test_adapters_decay_and_nothing_frozen_is_given_to_the_optimizer(tiny):
     assert len(make_optimizer(policy, run_settings()).param_groups) == 1, "no empty group"
 
 
-def test_the_optimizer_has_the_numbers_of_the_settings_and_the_objectives_module_its_own_rate():
+def test_the_optimizer_has_the_numbers_of_the_settings():
     o = Optim(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
-    policy, head = nn.Linear(4, 4), nn.Linear(4, 1)
-    policy.objective_module, head.lr_scale = head, 10.0
-    optimizer = make_optimizer(policy, run_settings(optim=o))
+    optimizer = make_optimizer(nn.Linear(4, 4), run_settings(optim=o))
     assert isinstance(optimizer, torch.optim.AdamW)
-    found = {}
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.95), 1e-6)
-        found |= {p: (group["weight_decay"], group["lr_scale"]) for p in group["params"]}
-    assert [found[p] for p in policy.parameters()] == [(0.3, 1), (0, 1), (0.3, 10), (0, 10)]
+    for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
+        expected = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
+        assert {name: group[name] for name in expected} == expected
 
 
 # ---- clipping ------------------------------------------------------------------------------------
