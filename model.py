@@ -41,8 +41,8 @@ class Scores(NamedTuple):
     outputs: torch.Tensor | None = None
     """(B, K, L, ...): outputs of the objective's module at each token; None without a module."""
     entropy: torch.Tensor | None = None
-    """(B, K), if the caller asked for it: the entropy of the next-token distribution in nats, summed over the tokens
-    of a completion. Without gradient."""
+    """(B, K), if the caller wants it: the entropy of the next-token distribution in nats, summed over the tokens of a
+    completion. Without gradient."""
     prompts: PromptCache | None = None
     """Keys, values and hidden states of the prompts, if the caller asked for them."""
     targets: torch.Tensor | None = None

@@ -139,7 +139,7 @@ def checkpoint_folder(out: Path, step: int) -> Path:
 
 
 def find_checkpoint(out: Path, resume: str | None) -> Path | None:
-    """The checkpoint from which a run in the folder `out` resumes. Raises BadInput if two runs would be mixed."""
+    """The checkpoint to resume in the folder `out`. Raises BadInput if two runs would be mixed."""
     path_of = checkpoints_by_step(out)
     if not resume:
         if path_of or (out / "metrics.csv").exists():

@@ -1,4 +1,4 @@
-"""What a program prints: lines on rank 0, progress, and errors in one line with an exit code."""
+"""The output of a program: lines on rank 0, progress, and errors in one line with an exit code."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-# torch reads this in the processes that this one launches. Otherwise a rank prints a C++ stack beside our line if
-# another rank has died.
+# torch reads this in the processes that this one launches. Otherwise a rank also prints a C++ stack if another rank
+# has died.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 launched = []  # the Fabric of several processes: an error here ends the processes that it launched
@@ -30,7 +30,7 @@ class Failed(RuntimeError):
 
 class Interrupted(BaseException):
     """A signal ends the run between two units of work, such as two tokens or two micro-batches without a gradient
-    (devices.Stop). It is a BaseException because a checker may have an `except Exception` of its own."""
+    (devices.Stop). It is a BaseException because a checker may have an `except Exception`."""
 
 
 FIRST_PROCESS = (
@@ -87,7 +87,7 @@ def command_to(words: list[str]) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line on rank 0."""
+    """Print on rank 0."""
     if rank() == 0:
         print(line, flush=True)
 
@@ -155,7 +155,7 @@ def user_code(what: str) -> Iterator[None]:
     its place in the user's own files: `checker: mine.py:12: TimeoutError: the judge is busy`."""
     try:
         yield
-    except (BadInput, Failed):  # the function has a message of its own
+    except (BadInput, Failed):  # the function has written a message
         raise
     except Exception as e:
         parts = [what, own_line(e), type(e).__name__, text_in_one_line(e)]

@@ -65,8 +65,8 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
 
 
 def resolve_precision(precision: str | None, on_gpu: bool, n_layer: int, n_embd: int) -> str:
-    """The setting `precision`. If it is not given: the fastest one for a model of this size on this machine, whose GPUs
-    are of one kind. Raises BadInput."""
+    """The setting `precision`. If it is not given: the fastest one for a model of this size on this machine. All its
+    GPUs are of one kind. Raises BadInput."""
     if on_gpu and not multiplies_bfloat16(0):
         name = torch.cuda.get_device_name(0)
         major, minor = torch.cuda.get_device_capability(0)
@@ -281,7 +281,7 @@ class Stop:
 
     A signal sets a flag. The loop reads the flag after each step; sampling, checks and validation read it between two
     units of work. A step is never stopped between two micro-batches. After the first signal a Ctrl-C ends the process
-    at once. A second SIGUSR1 or SIGTERM does not, because schedulers send one after the other and kill later.
+    immediately. A second SIGUSR1 or SIGTERM does not, because schedulers send one after the other and kill later.
 
     reason: the name of the signal on which the ranks have agreed. It is empty if the run continues.
     signal: the number of the signal that this rank got, or 0.

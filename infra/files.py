@@ -48,8 +48,9 @@ def as_lines(rows: list[dict]) -> str:
 def publish_folder(
     fabric: Fabric, write: Callable[[Path], Any], out: Path, on_every_rank: bool = False
 ) -> None:
-    """Make the folder `out` so that it is whole or not there. write(folder) makes the files in a temporary folder
-    beside it. Then the temporary folder is renamed. Rank 0 writes, or every rank. A collective. Raises Failed."""
+    """Make the folder `out` so that it is complete or does not exist. write(folder) makes the files in a temporary
+    folder with the same parent. Then the temporary folder is renamed. Rank 0 writes, or every rank. A collective.
+    Raises Failed."""
     new = out.with_name(f".{out.name}.tmp")
     old = out.with_name(f".{out.name}.old.tmp")
 

@@ -155,7 +155,7 @@ class Logger:
     """Rows, samples and progress of a run. A new Logger removes the rows after last_step. On ranks other than 0 every
     method is a no-op.
 
-    last_step: the step of the checkpoint from which a run resumes, or -1 for a new run.
+    last_step: the step of the checkpoint that a run resumes from, or -1 for a new run.
     unvalidated: whether the validation of that step is not done yet.
     """
 
@@ -218,8 +218,8 @@ class Logger:
         write_json(self.out / "eval" / f"step-{step}.json", content)
 
     def health(self, step: int, plan: Plan, n_held_out: int) -> None:
-        """At a tenth, at half and at the end of a run: say the first sign that it is sick. Not in a run of several
-        iterations, because in each of them the log-ratios begin at 0."""
+        """At a tenth, at half and at the end of a run: say the first sign that it is sick. A run of several
+        iterations is not checked, because the log-ratios restart at 0 in each."""
         is_whole = plan.begin == 0 and plan.end == plan.total
         if not self.main or not is_whole or not health.is_due(step, plan.total):
             return

@@ -131,7 +131,7 @@ def read_command(
 
 
 class Texts(yaml.SafeLoader):
-    """YAML in which plain values stay texts, except null. A key that is given twice is an error. PyYAML alone would
+    """YAML that keeps plain values as texts, except null. A key that is given twice is an error. PyYAML alone would
     read `no` as False, 0010 as 8, 10:30 as 630 and 2026-01-31 as a date, and would take the last of two equal keys."""
 
     yaml_implicit_resolvers = {
@@ -216,7 +216,7 @@ def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") 
 
 
 def _type_name(kind: typing.Any) -> str:
-    """What a setting may be, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
+    """The type of a setting, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
     if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
         return " or ".join(map(_type_name, typing.get_args(kind)))
     words = {type(None): "null", Epochs: "0.5 epochs"}

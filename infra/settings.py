@@ -1,8 +1,7 @@
 """Settings that every program shares, and which of them a resume may change.
 
-A field's type says what it may be, the sentence under it is its --help, null means off; its default says, where it
-is not a plain value, what a resume may do with it (`free`, `content`). How they are read from files and
-the command line: parse.py.
+A field's type gives the allowed values. The sentence under a field is its --help. null means off. `free` and `content`
+as a default say how a resume treats the field. parse.py reads settings from files and the command line.
 """
 
 import dataclasses
@@ -112,15 +111,15 @@ class Data:
     context, or less where data.max_completion leaves less."""
     max_completion: PositiveInt | None = None
     """Longest completion in tokens; a longer one loses its end and its EOS. Default: 1024, or
-    what fits into the context beside data.max_prompt."""
+    the rest of the context after data.max_prompt."""
     chat_template: LocalPath | None = content(default=None)
-    """A jinja file in place of the tokenizer's own chat template, or where it has none."""
+    """A jinja file that replaces the tokenizer's chat template, if it has one."""
     chat_template_kwargs: str | None = None
-    """Given to the chat template with each record without chat_template_kwargs of its own: enable_thinking=false."""
+    """Variables for the chat template, for records without chat_template_kwargs: enable_thinking=false."""
     # free, because a change of the records changes their hash
     left_out: Literal["refuse", "drop"] = free("refuse")
-    """Records of which the chat template does not write all, such as turns of a role that it does not
-    know: refuse, with file, line and text; or drop them and count them."""
+    """Records with a text that the chat template does not write, such as a turn of an unknown role: refuse them with
+    file, line and text, or drop and count them."""
     date: str | None = None
     """The day that chat templates print for records without a date: 2026-01-31. Today would make two runs differ."""
     extra: str | None = None
@@ -137,7 +136,7 @@ class Lora:
     alpha: PositiveInt = 16
     """The adapters' output is multiplied by alpha / rank."""
     dropout: ClosedUnitInterval = 0.0
-    """Dropout before the adapters, in training only. With it the numbers depend on how a step is split."""
+    """Dropout before the adapters, in training only. Then the numbers depend on how a step is split."""
     targets: str = "all-linear"
     """Which linear layers get adapters, by commas, as PEFT names them: q_proj, self_attn.o_proj, c_attn,
     lm_head, ...; all-linear: all but the head."""
@@ -148,7 +147,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW. The learning rate: warmup, then decay to 0. Weight decay leaves out norms, biases and embeddings."""
+    """AdamW. The learning rate: warmup, then decay to 0. Weight decay skips norms, biases and embeddings."""
 
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate; at 0 the run only evaluates."""
@@ -177,13 +176,13 @@ class Sampling:
     top_p: UpToOne = 1.0
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
     stop: list[str] = field(default_factory=list)
-    """A completion also ends at the first of these texts, which may be special tokens, not only at EOS. Its text
-    ends before it; its token ids, from which spin.py and online.py learn, include it."""
+    """A completion also ends at the first of these texts, which may be special tokens, not only at EOS. The text
+    ends before it. The token ids include it, and spin.py and online.py learn from them."""
     max_new_tokens: PositiveInt | None = None
     """Longest sampled completion. Default: data.max_completion."""
     batch_size: PositiveInt = free(256)
-    """Prompts answered at once on a device. Their keys and values may have an eighth of a GPU's memory (8 GB on a CPU);
-    prompts that do not fit are answered afterwards."""
+    """Prompts answered together on a device. Their keys and values may have an eighth of a GPU's memory (8 GB on a
+    CPU); prompts that do not fit are answered afterwards."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +196,8 @@ class Eval(Sampling):
     """Steps between checks of the answers, or 0.5 epochs; always at step 0 and at the end of the run, in
     epochs or with null also at the end of each iteration of SPIN and online KTO."""
     prompts: PositiveInt = 100
-    """Number of distinct prompts of data.val that are answered and checked: the first ones. With 100
-    the accuracy is known to 10 points or less, with 500 (the demo) to 4.5."""
+    """Number of distinct prompts of data.val that are answered and checked: the first ones. The 95% interval of the
+    accuracy is 10 points or less to each side for 100 prompts, 4.5 for 500 (the demo)."""
     samples: NonNegativeInt = free(4)
     """Number of completions that are saved at each validation (eval/step-N.json)."""
 
@@ -211,7 +210,7 @@ class RunSettings:
     """Settings shared by all programs. A program's own are a subclass with one more group."""
 
     model: str = content()
-    """What to start from: a Hugging Face id or folder, a PEFT folder, a run of
+    """The model to start from: a Hugging Face id or folder, a PEFT folder, a run of
     ours or one of its checkpoints."""
     data: Data
     reference: str | None = content(default=None)
@@ -244,7 +243,7 @@ class RunSettings:
     epochs: PositiveInt = 1
     """Passes over data.train, of SPIN and online KTO in each iteration. max_steps overrides it."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps of the run in place of epochs: data.train is read as often as they need. SPIN and online KTO
+    """Optimizer steps of the run instead of epochs: data.train is read as often as they need. SPIN and online KTO
     have their iterations of whole epochs, and end after so many steps in all."""
     stop_at: PositiveInt | None = free(None)
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
@@ -274,12 +273,12 @@ class RunSettings:
     keep_last: PositiveInt = free(2)
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
-    """Also keep the best checkpoint by this column of val.csv: the lowest of kl, of kl/..., and of columns whose
-    name ends with loss, the highest of any other."""
+    """Also keep the best checkpoint by this column of val.csv: the lowest of kl, kl/... and columns that end with
+    loss, the highest of any other."""
     logger: Literal["csv", "tensorboard", "wandb"] = free("csv")
     """csv (always written), tensorboard, or wandb, which reads WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline."""
     progress: bool = free(True)
-    """A line now and then that says how far the run is."""
+    """Print now and then how far the run is."""
 
     def validate(self) -> None:
         """Raise BadInput for fields that do not go together. jsonargparse has checked each field by its
@@ -341,12 +340,12 @@ def given_settings(settings: object, prefix: str = "") -> list[str]:
 
 
 def idle_settings(settings: object, rules: list[IdleRule]) -> list[str]:
-    """One line per rule that holds. A line names the settings of the rule that the user has given."""
+    """One message per rule that holds. It names the settings of the rule that the user has given."""
     given = given_settings(settings)
     lines = []
     for holds, names, reason in rules:
         own = names.split()
-        # "lora." stands for the whole group
+        # "lora." means the whole group
         idle = [name for name in given if name in own or f"{name.split('.')[0]}." in own]
         if holds and idle:
             lines.append(f"no effect: {', '.join(idle)}: {reason}")
@@ -383,8 +382,8 @@ def changed_settings(
 
 
 def flatten(settings, prefix: str = "") -> dict[str, object]:
-    """Dotted names and values: of a settings object, of a dict from YAML, or (types in place of
-    values) of a settings class."""
+    """Dotted names and values: of a settings object, of a dict from YAML, or of a settings class
+    (with types instead of values)."""
     if isinstance(settings, type):
         settings = typing.get_type_hints(settings)
     out = {}
