@@ -173,6 +173,6 @@ def clip_gradient(
     """
     limit = max_norm or math.inf
     norm = fabric.clip_gradients(policy, optimizer, max_norm=limit, error_if_nonfinite=False)
-    if hasattr(norm, "full_tensor"):  # with FSDP2 it is a DTensor, of which each rank has a part
+    if hasattr(norm, "full_tensor"):  # with FSDP2 it is a sharded DTensor
         return norm.full_tensor()
     return norm
