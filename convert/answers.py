@@ -6,7 +6,7 @@ Reading order: Judged (an answer and its judgement); judged_answers; answers_of;
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from convert.layout import ANSWERS, PAIR, TEXTS, Layout
+from convert.layout import ANSWERS, PAIR, Layout
 from convert.messages import last_of_dialogue, split_turns, text_or_turns
 from convert.paths import Found
 from convert.values import Skipped, is_there, number
@@ -48,16 +48,16 @@ def judged_answers(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
     ratings = ratings_of(layout, raw, fields)
     turn = columns["turn"].one(raw) if "turn" in columns else None
     for name, value, judgement in answers_of(layout, raw, ratings):
-        judged = Judged(where, fields)
         try:
+            prompt, answer = fields, None
             if name:
-                judged = with_answer(layout, judged, name, value, turn)
+                prompt, answer = prompt_and_answer(layout, fields, name, value, turn)
         except Skipped as e:
             if layout.has_two_answers:  # if one of them cannot be read, both are dropped
                 raise
-            yield judged._replace(reason=str(e))
+            yield Judged(where, fields, reason=str(e))
         else:
-            yield judge(layout, judged, judgement)
+            yield judge(layout, Judged(where, prompt, answer), judgement)
 
 
 def ratings_of(layout: Layout, raw: dict, fields: dict) -> list[Found] | None:
@@ -101,15 +101,16 @@ def is_same_place(place: tuple, other: tuple) -> bool:
     return place[:n] == other[:n]
 
 
-def with_answer(layout: Layout, judged: Judged, name: str, value: object, turn: object) -> Judged:
-    """The answer that the column `name` finds, with its prompt. Raises Skipped, BadInput."""
+def prompt_and_answer(
+    layout: Layout, fields: dict, name: str, value: object, turn: object
+) -> tuple[dict, object]:
+    """The fields of the prompt, and the answer that the column `name` finds. Raises Skipped, BadInput."""
     answer = text_or_turns(layout, name, value)
     if not is_there(answer):
         raise Skipped("with an empty answer")
-    fields = judged.fields
     if isinstance(answer, list):
-        fields, answer = last_of_dialogue(fields, name, answer, turn)
-    return judged._replace(fields=fields, answer=answer)
+        return last_of_dialogue(fields, name, answer, turn)
+    return fields, answer
 
 
 def judge(layout: Layout, judged: Judged, judgement: Judgement) -> Judged:
@@ -137,12 +138,9 @@ def prompt_fields(layout: Layout, raw: dict) -> dict:
             if is_there(value):
                 fields[name] = value
     if layout.marks:
-        for name, value in fields.items():
-            our_name = ALIASES.get(name, name)
-            if our_name in TEXTS and isinstance(value, str):
-                fields[name] = split_turns(value, layout.marks)
-            if our_name in PROMPTS:
-                fields[name] = as_turns(fields[name])
+        for name in fields:
+            if ALIASES.get(name, name) in PROMPTS:
+                fields[name] = as_turns(split_turns(fields[name], layout.marks))
     if "prefix" in layout.columns:  # it ends the prompt, in the assistant's turn, and is not scored
         beginning = layout.columns["prefix"].one(raw)
         name = next((x for x in fields if ALIASES.get(x, x) in PROMPTS), "prompt")

@@ -99,12 +99,7 @@ def with_turns(layout: Layout, judged: Judged, node: Node, turns: list[dict]) ->
     *before, answer = turns
     if not any(turn["role"] == "user" for turn in before):
         raise Skipped("without a question")
-    fields = {**judged.fields, "prompt": before}
-    for name in layout.extra:
-        column = layout.columns.get(name)
-        if column is not None and column.inner:
-            fields[name] = column.one(node.raw)
-    return judged._replace(fields=fields, answer=answer)
+    return judged._replace(fields={**judged.fields, "prompt": before}, answer=answer)
 
 
 def pointed_at(pointer: object, by_id: dict[str, Node]) -> Node:

@@ -135,6 +135,8 @@ class Layout:
                     raise BadInput(f"--columns: {name}: it needs {other}, too")
         if self.has_lists("chosen") and "rejected" not in columns:
             raise BadInput("--columns: chosen: a list of answers needs rejected, too")
+        if self.marks and not columns.keys() & set(TEXTS):
+            raise BadInput("--turns: which fields have the marks? --columns prompt=prompt,...")
         if "verdict" in columns and "label" in columns:
             raise BadInput("--columns: label: there is a verdict, too: which rating is meant?")
         for column, _, _ in self.where:
@@ -164,8 +166,8 @@ class Layout:
         return name in self.columns and self.columns[name].is_several
 
     def _sort_fields(self) -> None:
-        """Which of a record's own fields stay: all if every column is a plain name, otherwise those of ours.  Fields
-        that a column reads or replaces are dropped."""
+        """Which of a record's own fields stay: all if every column is a plain name, otherwise some of ours. A field
+        does not stay if a column reads it, or if a column gives its name to another field."""
         columns = self.columns
         answers = columns.keys() & {*ANSWERS, "verdict"}
         replaced = {*columns, *(ANSWERS if answers else ())}
@@ -176,16 +178,17 @@ class Layout:
             self.replaced |= column.names()
         self.replaced -= set(self.extra)
         self.keeps_all = all(column.is_name for column in columns.values())
-        self.kept = {*BESIDE, *MEDIA, *self.extra}
+        kept = [*BESIDE, *MEDIA, *self.extra]
         if not columns.keys() & {*PROMPTS, "messages", "id"}:  # the record's own prompt counts
-            self.kept |= {*PROMPTS, "question", "history"}
+            kept += [*PROMPTS, "question", "history"]
+        self.kept = [name for name in kept if name not in self.replaced]
 
     def fields_beside(self, raw: dict) -> dict:
         """The fields of a record besides a prompt and its answers, and those that no column replaces."""
-        fields = {}
-        for name, value in raw.items():
-            if (self.keeps_all or name in self.kept) and name not in self.replaced:
-                fields[name] = value
+        names = self.kept
+        if self.keeps_all:
+            names = [name for name in raw if name not in self.replaced]
+        fields = {name: raw[name] for name in names if name in raw}
         for name, column in self.beside.items():
             value = column.one(raw)
             if is_there(value):

@@ -27,7 +27,7 @@ FLATTENED = re.compile(
 )
 # fields of a message with tool calls, and those with an image or a document
 CALLS = ("tool_calls", "tool_call_id")
-FILES = ("files", "attachments", "images", "image_urls")
+FILES = {"files", "attachments", "images", "image_urls"}
 
 
 # ---- a field that holds a text or messages -------------------------------------------------------
@@ -62,10 +62,12 @@ def message(layout: Layout, raw: object) -> dict:
         raise BadInput(f"role: {layout.role.one(raw)!r:.50}: not one of {roles} (see --roles)")
     calls = {}
     if isinstance(raw, dict):
-        if any(is_there(raw.get(name)) for name in FILES):
+        if not FILES.isdisjoint(raw) and any(is_there(raw.get(name)) for name in FILES):
             raise Skipped("with a file beside a message")
         names = (*CALLS, "name") if role == "tool" else CALLS
-        calls = {name: raw[name] for name in names if is_there(raw.get(name))}
+        for name in names:
+            if is_there(raw.get(name)):
+                calls[name] = raw[name]
     text = own_words(layout, text_of(layout.content.one(raw)))
     if role in ("system", "developer"):  # the model saw an empty one
         return {"role": role, "content": text}
@@ -76,7 +78,10 @@ def message(layout: Layout, raw: object) -> dict:
 
 def role_of(layout: Layout, raw: object) -> str | None:
     """The role of a message, by our name; None for one that is not known."""
-    return layout.roles.get(as_text(layout.role.one(raw)).lower())
+    name = layout.role.one(raw)
+    if not isinstance(name, str):
+        name = as_text(name)
+    return layout.roles.get(name.lower())
 
 
 def own_words(layout: Layout, text: str) -> str:
@@ -118,25 +123,22 @@ def text_of(content: object) -> str:
 # ---- texts with marks at the beginning of turns (--turns) -----------------------------------------
 
 
-def split_turns(text: str, marks: dict[str, str]) -> str | list[dict]:
-    """The messages of a text with marks at the beginning of turns. A text without marks stays one. marks: {mark: role};
-    none if --turns is not given."""
-    if not marks:
+def split_turns(text: object, marks: dict[str, str]) -> object:
+    """The messages of a text with marks at the beginning of turns. A text without marks stays one, and so do messages.
+    marks: {mark: role}; none if --turns is not given."""
+    if not marks or not isinstance(text, str):
         return text
-    # the longest first: a mark may begin with another one
-    longest_first = sorted(marks, key=len, reverse=True)
-    pattern = "|".join(re.escape(mark) for mark in longest_first)
+    longest_first = sorted(marks, key=len, reverse=True)  # a mark may begin with another one
+    pattern = "|".join(map(re.escape, longest_first))
     # re.split gives the text before the first mark, and then mark, words, mark, words, ...
-    before, *parts = re.split(f"({pattern})", text)
+    before, *parts = map(str.strip, re.split(f"({pattern})", text))
     if not parts:
-        return text.strip()
-    turns = []
-    if before.strip():
-        turns.append({"role": "user", "content": before.strip()})
+        return before
+    roles = {mark.strip(): role for mark, role in marks.items()}
+    turns = [{"role": "user", "content": before}] if before else []
     for mark, words in zip(parts[::2], parts[1::2]):
-        turns.append({"role": marks[mark], "content": words.strip()})
-    last = turns[-1]
-    if len(turns) > 1 and last["role"] == "assistant" and not last["content"]:
+        turns.append({"role": roles[mark], "content": words})
+    if len(turns) > 1 and turns[-1] == {"role": "assistant", "content": ""}:
         turns.pop()  # a prompt that ends where the answer begins
     return turns
 

@@ -20,33 +20,42 @@ Found = tuple[tuple, object]
 
 def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
     """All values of a path: none if it does not exist, several after a star."""
-    if not steps or value is None:
-        return [(index, value)]
+    while steps and value is not None:
+        step, *rest = steps
+        if isinstance(value, str) and not step.startswith("*;"):
+            value = opened(value)
+        if isinstance(value, dict):
+            if step not in value:
+                step, rest = name_with_dots(value, steps)
+            if step in value:
+                value = value[step]
+                steps = rest
+                continue
+        return find_in_elements(value, steps, index)
+    return [(index, value)]
+
+
+def find_in_elements(value: object, steps: list[str], index: tuple) -> list[Found]:
+    """As `find`. The first step names no field, but elements of a list: a star, a place or `[name=value]`."""
     step, *rest = steps
-    if isinstance(value, str) and not step.startswith("*;"):
-        value = opened(value)
     inner: list[Found] = []
-    if isinstance(value, dict) and (n := length_of_name(value, steps)):
-        inner = [(index, value[".".join(steps[:n])])]
-        rest = steps[n:]
-    elif step.startswith("["):
+    if step.startswith("["):
         name, _, wanted = step[1:-1].partition("=")
         inner = [(index, row) for row in rows_with(value, name, wanted)]
     elif step.startswith("*"):
         inner = [((*index, i), x) for i, x in enumerate(elements(value, step[1:]))]
     elif isinstance(value, list) and step.removeprefix("-").isdigit():
         inner = [(index, x) for x in value[int(step) :][:1]]
-    result = []
-    for place, element in inner:
-        result += find(element, rest, place)
-    return result
+    return [found for place, element in inner for found in find(element, rest, place)]
 
 
-def length_of_name(value: dict, steps: list[str]) -> int:
-    """The number of steps that are the name of a field of an object: more than one if the name has dots. 0: there is no
-    such field."""
-    lengths = range(len(steps), 0, -1)
-    return next((n for n in lengths if ".".join(steps[:n]) in value), 0)
+def name_with_dots(value: dict, steps: list[str]) -> tuple[str, list[str]]:
+    """The field of an object whose name is several steps with dots between them, and the steps after it."""
+    for n in range(2, len(steps) + 1):
+        name = ".".join(steps[:n])
+        if name in value:
+            return name, steps[n:]
+    return steps[0], steps[1:]
 
 
 def opened(text: str) -> object:
@@ -95,6 +104,9 @@ class Column:
             self.parts.append([re.findall(r"\[[^]]*\]|[^.\[]+", x) for x in alternatives])
         self.is_name = not re.search(r"[.+*\[]", text)
         self.is_several = "+" in text or "*" in re.sub(r"\[[^]]*\]", "", text)
+        # a shortcut, because messages are read hundreds of thousands of times: fields that need no path
+        names = [name.removeprefix(".") for name in text.split("|")]
+        self.fields = [] if re.search(r"[.+*\[]", "".join(names)) else names
         self.was_asked = False
         self.was_found = not text  # weight= names no field
 
@@ -104,23 +116,32 @@ class Column:
         if isinstance(record, dict) and self.text in record:  # also a name with dots
             self.was_found = True
             return [((), record[self.text])]
+        if len(self.parts) == 1:
+            return self._first(self.parts[0], record, ())
         result = []
         for i, alternatives in enumerate(self.parts):
-            index = (i,) if len(self.parts) > 1 else ()
-            first: list[Found] = []
-            for steps in filter(None, alternatives):
-                there = find(record, steps, index)
-                if there:
-                    self.was_found = True
-                    first = first or there
-                if any(is_there(value) for _, value in there):
-                    first = there
-                    break
-            result += first
+            result += self._first(alternatives, record, (i,))
         return result
+
+    def _first(self, alternatives: list[list[str]], record: object, index: tuple) -> list[Found]:
+        """The first alternative with a value, or the first that is there."""
+        first: list[Found] = []
+        for steps in filter(None, alternatives):
+            found = find(record, steps, index)
+            for _, value in found:
+                self.was_found = True
+                if is_there(value):
+                    return found
+            first = first or found
+        return first
 
     def one(self, record: object) -> object:
         """The value in a record, a list if there are several, or None."""
+        for name in self.fields if isinstance(record, dict) else []:
+            value = record.get(name)
+            if is_there(value):
+                self.was_asked = self.was_found = True
+                return value
         values = [value for _, value in self.all(record)]
         if self.is_several:
             return values

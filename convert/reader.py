@@ -20,6 +20,7 @@ from records.sources import decoded_records, files_of, split_sources
 
 # a file may have none of these
 OPTIONAL = ("system", "tools", "weight", "role", "content", "children", "rating_id")
+KINDS = {True: "up", False: "down", None: "unrated"}
 # (file:line, raw record)
 Raws = Iterable[tuple[str, object]]
 
@@ -58,8 +59,8 @@ class Reader:
                 except BadInput as e:
                     self.faults.append(f"{where}: {e}")
                     continue
-                label = {True: "up", False: "down", None: "unrated"}[understood.label]
-                self.counts["pairs" if len(understood.completions) == 2 else label] += 1
+                is_pair = len(understood.completions) == 2
+                self.counts["pairs" if is_pair else KINDS[understood.label]] += 1
                 yield {**record, "source": where}
         line = self.path_that_finds_nothing()
         if line or self.faults:
@@ -131,27 +132,28 @@ class Reader:
             return
         has_rewards = layout.labels.are_cuts and layout.labels.higher_is_better
         for group in groups.values():
-            pairs = self._best_and_worst(group)
+            pairs = self._pairs(group)
             if not pairs:
                 self._drop("without a better and a worse answer")
-            for best, worst in pairs:
-                pair = {"chosen": best.answer, "rejected": worst.answer}
-                if has_rewards and best.score is not None:
-                    pair |= zip(REWARDS, (best.score, worst.score))
-                yield best.where, {**best.fields, **pair}
+            for better, worse in pairs:
+                pair = {"chosen": better.answer, "rejected": worse.answer}
+                if has_rewards and better.score is not None:
+                    pair |= zip(REWARDS, (better.score, worse.score))
+                yield better.where, {**better.fields, **pair}
 
-    def _best_and_worst(self, answers: list[Judged]) -> list[tuple[Judged, Judged]]:
-        """The pairs of the answers to one prompt: by their scores the best and the worst; else good against
-        bad ones, of two lists one by one and of others the first."""
-        scores = [judged.score for judged in answers]
-        if len(answers) > 1 and None not in scores:
-            is_descending = self.layout.labels.higher_is_better
-            order = sorted(answers, key=lambda judged: judged.score, reverse=is_descending)
-            return [(order[0], order[-1])] if order[0].score != order[-1].score else []
+    def _pairs(self, answers: list[Judged]) -> list[tuple[Judged, Judged]]:
+        """The better and the worse of the answers to one prompt: of two lists one by one; otherwise the best and the
+        worst, by their scores if all have one, by their labels if not."""
         good = [judged for judged in answers if judged.label is True]
         bad = [judged for judged in answers if judged.label is False]
-        pairs = list(zip(good, bad))
-        return pairs if self.layout.has_lists("chosen") else pairs[:1]
+        if self.layout.has_lists("chosen"):
+            return list(zip(good, bad))
+        scores = {judged.score for judged in answers}
+        if None in scores:
+            return list(zip(good[:1], bad[:1]))
+        is_descending = self.layout.labels.higher_is_better
+        order = sorted(answers, key=lambda judged: judged.score, reverse=is_descending)
+        return [(order[0], order[-1])] if len(scores) > 1 else []
 
     # ---- paths that find nothing -----------------------------------------------------------------
 

@@ -8,7 +8,6 @@ import functools
 import math
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -161,9 +160,10 @@ class Labels:
             raise Skipped("not rated")
         if self.are_sums:
             there = ["+".join(map(as_text, ratings))]
-        votes = Counter(map(self.meaning, there))
-        meaning, count = votes.most_common(1)[0]
-        if len(votes) > 1 and not (self.majority and 2 * count > len(there)):
+        votes = [self.meaning(rating) for rating in there]
+        meaning = max(votes, key=votes.count)
+        share = votes.count(meaning) / len(votes)
+        if share <= 1 / 2 or (share < 1 and not self.majority):
             raise Skipped("whose raters disagree")
         if meaning is None:
             raise Skipped("by --labels")

@@ -48,6 +48,8 @@ ORIGIN = ("generator", "settings", "next")
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
 ROLES |= {"human": "user", "observation": "tool"}
 ROLES |= dict.fromkeys(("gpt", "ai", "model", "bot"), "assistant")
+# made once: json.dumps would make it anew for each field
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 # a list of messages as a text: JSON, as in a csv file, or as Python prints it
 PRINTED = re.compile(r"""\s*\[\s*\{\s*(['"])(role|from|content|value)\1\s*:""")
 
@@ -95,7 +97,7 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
         raise BadInput(f"record: expected an object, got {record!r:.50}")
     for name, value in record.items():
         refuse_half_characters("record", name)
-        refuse_half_characters(name, json.dumps(value, ensure_ascii=False, default=str))
+        refuse_half_characters(name, ENCODER.encode(value))
     try:
         return _understand_fields(record, kind, extra)
     except Missing as e:

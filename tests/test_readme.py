@@ -3,15 +3,14 @@ a few steps, and with a tiny model where a Hub id is named."""
 
 import inspect
 import io
-import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
-import foreign
 import pytest
 import yaml
 from conftest import ROOT, ranks
@@ -64,8 +63,7 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
 ):
     monkeypatch.chdir(clone)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    _, records, *_ = foreign.PRESETS["openwebui"]
-    (clone / "feedback.json").write_text(json.dumps(records))
+    shutil.copy(ROOT / "tests" / "foreign" / "openwebui.json", clone / "feedback.json")
     for command in COMMANDS:
         if command[1:3] == ["-m", "convert"]:
             assert subprocess.run([sys.executable, *command[1:]]).returncode == 0
