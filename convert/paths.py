@@ -137,11 +137,12 @@ class Column:
 
     def one(self, record: object) -> object:
         """The value in a record, a list if there are several, or None."""
-        for name in self.fields if isinstance(record, dict) else []:
-            value = record.get(name)
-            if is_there(value):
-                self.was_asked = self.was_found = True
-                return value
+        if isinstance(record, dict):
+            for name in self.fields:
+                value = record.get(name)
+                if is_there(value):
+                    self.was_asked = self.was_found = True
+                    return value
         values = [value for _, value in self.all(record)]
         if self.is_several:
             return values
