@@ -1,7 +1,7 @@
 """One record of an answer: generate.py, the page for thumbs and the iterations of spin.py and online.py write it.
 
-It holds all that the model was asked. So kto.py trains on exactly the prompt that was answered, and two prompts are
-equal if they are equal in everything that the model was asked.
+It holds everything that the model was asked. kto.py therefore trains on exactly the prompt that was answered. Two
+prompts are equal if everything that the model was asked is equal.
 """
 
 import json
@@ -18,7 +18,7 @@ def asked_record(record: Record, tokenizer: Tokenizer, by_template: bool) -> Rec
 
 
 def fields_of_prompt(record: Record) -> dict:
-    """What a line of a file says of a prompt. A record that is read from this line has the same prompt."""
+    """The fields of a prompt in a file. A record that is read from these fields has the same prompt."""
     asked = {
         "prompt": record.prompt,
         "tools": record.tools,
@@ -31,11 +31,11 @@ def fields_of_prompt(record: Record) -> dict:
 
 
 def prompt_key(record: Record) -> str:
-    """To see which prompts are equal."""
+    """A key that is equal for equal prompts."""
     without_empty = record._replace(template_kwargs=record.template_kwargs or None)
     return json.dumps(fields_of_prompt(without_empty), sort_keys=True)
 
 
 def answer_fields(completion: str, cut: bool) -> dict:
-    """What a line says of the answer, behind fields_of_prompt."""
+    """The fields of the answer in a file, after fields_of_prompt."""
     return {"completion": completion, "cut": cut}

@@ -1,7 +1,7 @@
-"""From files of records to a list of examples of token ids, and what a run does with them before it trains.
+"""From files of records to a list of examples of token ids, with all steps before training.
 
-Reading order: Example (what comes out); load_examples and load_file (the whole way of a record); what a table before
-training points at; the splits of the data and their tables (load_splits); the hash of the data.
+Reading order: Example (the result); load_examples and load_file (the whole way of a record); the table before
+training; the splits of the data and their tables (load_splits); the hash of the data.
 """
 
 import hashlib
@@ -36,25 +36,25 @@ class Example(NamedTuple):
     where: str = ""  # file:line
     weight: float = 1.0
     extra: dict = {}  # the fields that data.extra names: texts and numbers
-    asked: dict = {}  # what a file of answers says of the prompt, if the policy is to answer it
+    asked: dict = {}  # the fields of the prompt in a file of answers, if the policy is to answer it
     # its number in its split (train, val or test): the same in each epoch and after a resume
     number: int = 0
     wording: Wording | None = None  # until the data are split
 
     @property
     def prompt_key(self) -> bytes:
-        """To see which examples have the same prompt. Made anew at each look."""
+        """A key that is equal for equal prompts. Computed at each access."""
         return self.prompt.tobytes()
 
     @property
     def question_key(self) -> bytes:
-        """To see which examples ask the same: the prompt, and the fields beside it that a checker reads, such as a
-        solution. Made anew at each look."""
+        """A key that is equal for equal questions: the prompt and the fields that a checker reads, such as a solution.
+        Computed at each access."""
         return self.prompt_key + repr(sorted(self.extra.items())).encode()
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """To see which examples have the same prompt and completions. Made anew at each look."""
+        """A key that is equal for equal prompts and completions. Computed at each access."""
         return tuple(ids.tobytes() for ids in (self.prompt, *self.completions))
 
 
@@ -62,7 +62,7 @@ class Example(NamedTuple):
 BY_TEMPLATE = "by the chat template"
 COMPLETIONS_CUT = "completions cut"
 EQUAL_PAIRS = "equal pairs, left out"
-BATCH = 100  # records that become token ids at once: an encoding holds some 100 bytes a token beside its ids
+BATCH = 100  # records that are encoded together: an encoding holds some 100 bytes per token besides its ids
 
 
 # ---- from a file to examples ---------------------------------------------------------------------
@@ -76,13 +76,13 @@ def load_examples(
     make_records: Callable | None = None,
 ) -> tuple[list[Example], Counter]:
     """All examples of the sources (`a.jsonl,more/*.csv`) that data.train or another setting names; and
-    counts of what was cut, dropped, ... make_records: main(make_records=...), which makes ours of a raw record.
+    counts of cut texts, dropped records, ... make_records: main(make_records=...), from a raw record to ours.
 
-    `kind` is what the caller learns from. For `rated`, a pair becomes two examples; for `prompts`,
-    each distinct prompt is one example without completions. `data`: the settings, with
+    `kind` is the kind of examples. If it is `rated`, a pair becomes two examples. If it is `prompts`, each distinct
+    prompt is one example without completions. `data`: the settings, with
     max_prompt and max_completion filled in (with_limits).
 
-    Raises BadInput with a line for each of a file's first 20 bad records; a label is never guessed.
+    Raises BadInput with the first 20 bad records of a file. A label is never guessed.
     """
     counts: Counter = Counter()
     examples: list[Example] = []
@@ -140,7 +140,7 @@ def load_file(
         n_first = tokenizer.first_tokens(prompt)
         example = example_of(record, where, prompt, completions, n_first, data, counts)
         asked = {}
-        if kind in ("prompts", "demonstrations"):  # only these kinds are answered anew
+        if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
             asked = fields_of_prompt(asked_record(record, tokenizer, by_template))
         wording = wording_of(record, by_template, example.prompt_key)
         example = example._replace(wording=wording, asked=asked)
@@ -154,7 +154,7 @@ def load_file(
 def understood_records(
     file: str, kind: Kind, data: Data, counts: Counter, make_records: Callable | None
 ) -> dict[str, Record]:
-    """{place: what a line of the file says} for each record of a file. Raises BadInput."""
+    """{place: record} for each record of a file. Raises BadInput."""
     records: dict[str, Record] = {}
     faults: list[str] = []
     extra = split_commas(data.extra)
@@ -252,7 +252,7 @@ def our_records(
     where: str, raw: object, make_records: Callable | None, counts: Counter
 ) -> Iterator[tuple[str, object]]:
     """(place, record) of the record at `where`; several or none if a fork's main(make_records=...) makes them. The
-    place names the source, too, from which `python -m convert` has made a record. Raises BadInput."""
+    place also names the source of a record of `python -m convert`. Raises BadInput."""
     made = [raw]
     if make_records:
         try:
@@ -297,8 +297,8 @@ def two_ratings(pair: Example) -> list[Example]:
 
 
 def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
-    """What is right in some files and a mistake in others, such as an answer that repeats its prompt: the
-    table counts it. A special token in a text of the record is read as this token, not as its letters."""
+    """Findings that are right in some files and mistakes in others, such as an answer that repeats its prompt. The
+    table counts them. A special token in a text of the record is read as this token, not as its letters."""
     for name in record.beside:
         if name != "date" or not tokenizer.chat.uses_date:
             yield f"with {name}, which nothing reads"
@@ -368,7 +368,7 @@ def load_splits(
 
 
 def count_known(held_out: list[Example], train: list[Example], counts: Counter) -> None:
-    """Count the held-out examples that training sees, and those of which it sees the prompt."""
+    """Count the held-out examples that are also in training, and those with a prompt that is in training."""
     known = {hash(example.key) for example in train}
     known_prompts = {hash(example.prompt_key) for example in train}
     for example in held_out:
@@ -405,7 +405,7 @@ def split_by_conversation(examples: list[Example], proportions: str) -> list[lis
 
 
 def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) -> None:
-    """Say, in a table, what is about to be learned from, for a person to check before it starts."""
+    """Print a table of the training data, for a person to check before training starts."""
     n_prompts = len({e.prompt_key for e in examples})
     line = f"{name}: {len(examples):,} examples of {n_prompts:,} prompts"
     up = down = 0
@@ -447,9 +447,9 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
 
 
 def class_weights(examples: list[Example]) -> tuple[float, float]:
-    """Weights of a thumbs up and of a thumbs down, with which both kinds count equally and the mean weight stays the
-    same. (1, 1) if there is only one kind. arXiv 2402.01306, eq. 8, advises w_D n_D / (w_U n_U) from 1 to 4/3; this
-    is 1. With equal weights and many more thumbs down than up a run mostly unlearns, first of all to end an answer."""
+    """Weights of a thumbs up and of a thumbs down. They make both kinds count equally and keep the mean weight.
+    (1, 1) if there is only one kind. arXiv 2402.01306, eq. 8, advises w_D n_D / (w_U n_U) from 1 to 4/3; this
+    is 1. If the weights are equal and most thumbs are down, a run mostly unlearns, and EOS first."""
     up = sum(e.weight for e in examples if e.label)
     down = sum(e.weight for e in examples if not e.label)
     if not (up and down):

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from infra.console import BadInput, user_error
 
-# What a caller wants to learn from a record:
-#   rated           one completion with a label, or a pair (which examples.py makes two ratings of)
+# The kinds of records to learn from:
+#   rated           one completion with a label, or a pair (examples.py makes two ratings from it)
 #   paired          a chosen and a rejected completion
 #   demonstrations  one completion to imitate
 #   prompts         the prompt alone, whatever else the record has
@@ -32,17 +32,17 @@ ALIASES = {
     "question": "instruction",
     "conversations": "messages",
 }
-# What a prompt may have beside its text.
+# Other fields of a prompt besides its text.
 MEDIA = ("images", "videos", "audios")
 # A record's prompt is the first of these fields that it has.
 PROMPTS = ("prompt", "instruction", "input")
 # Only values that can mean nothing else; as texts, since a csv file has no others.
 LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
-# What a record may say of an answer. A record that is read for its prompt alone loses these fields.
+# Fields of an answer. A record that is read only for its prompt loses them.
 OF_ANSWERS = "messages completion chosen rejected label chosen_reward rejected_reward".split()
-# Who answered, and how; what the user wrote next: generate.py and `python -m convert` write these fields, and they are
-# no part of an example. Nor is the source, if it is a place in a file.
+# The model, its settings and the user's next message. generate.py and `python -m convert` write these fields, and they
+# are no part of an example. The source is also no part, if it is a place in a file.
 ORIGIN = ("generator", "settings", "next")
 # The roles that chat templates know, and the names that ShareGPT, LangChain and Gemini have for them.
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
@@ -73,7 +73,7 @@ class Record(NamedTuple):
     beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
     instruct: bool = False
-    # the prompt ends in the assistant's turn, and the completion goes on with this turn
+    # the prompt ends in the assistant's turn, and the completion continues this turn
     continues: bool = False
     conversation_id: str = ""  # data.split keeps the records of a conversation together
 
@@ -88,9 +88,9 @@ class Record(NamedTuple):
 
 
 def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> Record:
-    """What a record says, whichever of the known forms it has. Raises BadInput.
+    """A record in our form, from any of the known forms. Raises BadInput.
 
-    record: what a line of a file holds. extra: fields that every record
+    record: one record of a file. extra: fields that every record
     must also have (data.extra).
     """
     if not isinstance(record, dict):
@@ -101,7 +101,7 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     try:
         return _understand_fields(record, kind, extra)
     except Missing as e:
-        # the fields that are there by the record's own names, of which ours are made
+        # the names of the fields in the record itself
         names = [name for name, value in record.items() if value is not None]
         advice = "python -m convert reads other forms"
         raise BadInput(f"{e}: missing; there is {', '.join(names)}; {advice}") from None
@@ -198,7 +198,7 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
     if is_pair and is_rated:
         raise BadInput("record: both a rating and a pair: which one is meant?")
     if is_pair and not has_prompt and _ends_before_an_answer(fields.get("messages")):
-        fields["prompt"] = fields.pop("messages")  # LLaMA-Factory's dialogue beside a pair
+        fields["prompt"] = fields.pop("messages")  # LLaMA-Factory's dialogue of a pair
         has_prompt = True
     label = None
     rewards = (None, None)
@@ -272,7 +272,7 @@ def _take(fields: dict, name: str) -> object:
 
 
 def unique_keys(items: list[tuple[str, object]]) -> dict:
-    """A dict of these items, none of which may have another one's key. Raises ValueError.
+    """A dict of these items. Two equal keys raise ValueError.
 
     Python's json keeps the last of two equal keys: of two labels, one would win silently.
     """
@@ -304,7 +304,7 @@ def refuse_half_characters(name: str, text: str) -> None:
 
 def _prompt(fields: dict) -> Turns:
     """The prompt; or an instruction, and its input on the next line; or NeMo-Aligner's input; or else a
-    dialogue, whose end may be an answer."""
+    dialogue, which may end with an answer."""
     name = next((x for x in (*PROMPTS, "messages", "chosen") if x in fields), "prompt")
     prompt = _text_or_messages(fields, name)
     if name not in PROMPTS and isinstance(prompt, str):
@@ -363,7 +363,7 @@ def is_message(value: object) -> bool:
 
 
 def _ends_before_an_answer(messages: object) -> bool:
-    """Whether these are messages of which the last is not the assistant's."""
+    """Whether these are messages, and the last one is not the assistant's."""
     if not isinstance(messages, list) or not messages:
         return False
     return _message(messages[-1], "messages")["role"] != "assistant"

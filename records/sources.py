@@ -1,7 +1,7 @@
-"""Where records are read: files, folders and data sets of the Hub, and the settings that name them.
+"""The sources of records: files, folders and data sets of the Hub, and the settings that name them.
 
-Reading order: split_sources and files_of (what `a.jsonl,more/*.csv` names); decoded_records and
-read_records (a file); read_table (tables, which are more than their rows).
+Reading order: split_sources and files_of (the files of `a.jsonl,more/*.csv`); decoded_records and
+read_records (a file); read_table (tables with typed columns).
 """
 
 import csv
@@ -23,15 +23,15 @@ from records.forms import unique_keys
 
 
 def split_sources(sources: str | None) -> list[str]:
-    """The parts of a setting that names several files, `a.jsonl,more/*.csv`. A name that is there as it
-    stands is taken as it stands: it may have a comma, as those of sweep.py do."""
+    """The parts of a setting that names several files, `a.jsonl,more/*.csv`. An existing name is taken
+    unchanged: it may have a comma, as those of sweep.py do."""
     if sources and find_path(sources).exists():
         return [sources]
     return split_commas(sources)
 
 
 def files_of(name: str) -> list[str]:
-    """The files of a pattern, or the file, folder or id itself. A name that is there may have brackets."""
+    """The files of a pattern, or the file, folder or id itself. An existing name may have brackets."""
     path = find_path(name)
     if path.exists():
         return [str(path)]
@@ -57,7 +57,7 @@ def absolute_sources(sources: str | None) -> str | None:
 def decoded_records(
     file: str, faults: list[str], counts: Counter | None = None
 ) -> Iterator[tuple[str, object]]:
-    """(file:place, record) of each record of a file. What is no JSON becomes a line in `faults`."""
+    """(file:place, record) of each record of a file. Invalid JSON is added to `faults`."""
     for place, raw in read_records(file, counts):
         where = f"{file}:{place}"
         with collect(faults, where):
@@ -68,7 +68,7 @@ def decoded_records(
 
 @contextmanager
 def collect(faults: list[str], where: str):
-    """What is wrong with a record becomes a line in `faults`."""
+    """Adds the fault of a record to `faults`."""
     try:
         yield
     except ValueError as e:  # BadInput, or Python's own for a text that is no JSON or no Unicode
@@ -79,9 +79,8 @@ def collect(faults: list[str], where: str):
 def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int | str, object]]:
     """(place, raw record) for each record of a file, a folder of save_to_disk or a Hub data set.
 
-    The place is a line (in a csv file that on which the row ends), or the record's number in a JSON
-    array or a table. The raw record is a line of JSON as bytes,
-    or what it holds. Raises BadInput.
+    The place is the number of a line (in a csv file the last line of the row), or of the record in a JSON array or a
+    table. The raw record is one line of JSON as bytes, or its value. Raises BadInput.
     """
     path = find_path(source)
     suffix = path.suffix.lower()
@@ -104,7 +103,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
 
 
 def read_csv(source: str, path: Path, counts: Counter) -> Iterator[tuple[int, dict]]:
-    """As read_records. Not by a library that guesses types: that makes 1 of 01 and nothing of NA."""
+    """As read_records. No library that guesses types is used, because it would read 01 as 1 and drop NA."""
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         # spreadsheets of some countries write semicolons
@@ -117,16 +116,16 @@ def read_csv(source: str, path: Path, counts: Counter) -> Iterator[tuple[int, di
                 missing = len(names) - len(cells)
                 if missing < 0:
                     raise ValueError("more cells than columns")
-                if missing:  # some tools leave out the empty cells at the end
+                if missing:  # some tools do not write the empty cells at the end
                     counts["rows of a csv file with too few cells, the others read as empty"] += 1
-                # as it stands in the file: a decoder of the file knows no line
+                # decoded per row, because a decoder of the file knows no line
                 "\n".join(names + cells).encode(errors="surrogateescape").decode()
                 yield rows.line_num, unique_keys(list(zip(names, cells + [""] * missing)))
         except (csv.Error, ValueError) as e:
             raise BadInput(f"{source}:{rows.line_num}: {e}") from None
 
 
-# of the files that read_records reads; what has no such ending may be an id of the Hub
+# endings of files that read_records reads; another name may be an id of the Hub
 ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 NOTHING = (
     "no file of a known form, no folder of save_to_disk, not fetched from huggingface.co; without a network "
@@ -135,7 +134,7 @@ NOTHING = (
 
 
 def has_lines(path: Path) -> bool:
-    """Whether the first line of a .json file is an object: Dataset.to_json writes one a line."""
+    """Whether the first line of a .json file is an object: Dataset.to_json writes one per line."""
     with open(path, "rb") as file, suppress(ValueError):
         return isinstance(json.loads(file.readline()), dict)
     return False
@@ -145,8 +144,8 @@ def has_lines(path: Path) -> bool:
 
 
 def read_table(source: str) -> Iterator[tuple[int, dict]]:
-    """(number, record) for each row of a table. The record is what a line of JSON would hold, as far
-    as the table knows it. Raises BadInput."""
+    """(number, record) for each row of a table. The record equals one from a line of JSON, as far as the
+    table knows it. Raises BadInput."""
     features, rows = open_table(source)
     number = 0
     try:
@@ -158,8 +157,7 @@ def read_table(source: str) -> Iterator[tuple[int, dict]]:
 
 
 def as_in_json(value: object, feature: object) -> object:
-    """A value of a table, as a line of JSON would hold it. `feature`: what the datasets package knows
-    about its column.
+    """A value of a table, as in JSON. `feature`: the datasets package's description of its column.
 
     A class is its name, not the number of its name. A decimal is a number, and a day or a time is a text. A struct
     has the keys of all rows, and null where a row has not this key: the key goes.
@@ -191,12 +189,12 @@ def is_saved_to_disk(path: Path) -> bool:
 
 
 def open_table(source: str) -> tuple[dict, Iterable[dict]]:
-    """What the datasets package knows about the columns, and the rows, of a parquet file, of a folder of save_to_disk
+    """The features of the columns (datasets package) and the rows: of a parquet file, of a folder of save_to_disk
     (`folder` or `folder:split`), or of a Hub data set or a copy of its parquet files (`id`, `id:split` or
     `id:config:split`).
 
-    The package guesses the types of csv and JSON files: the texts NA and null would be missing, 007 a number. So a
-    folder of them is refused."""
+    The package guesses the types of csv and JSON files: the texts NA and null would be missing, 007 a number. A
+    folder of such files is therefore refused."""
     import datasets  # slow to import
 
     name, config, split = split_name(source)
@@ -221,9 +219,9 @@ def open_table(source: str) -> tuple[dict, Iterable[dict]]:
 
 
 def open_parquet(path: Path) -> tuple[dict, Iterator[dict]]:
-    """As open_table, of a parquet file. Not by the datasets package, whose cache knows a file by its path and time of
-    change alone: it gives the old rows of a file that was written anew with its old time, as by tar or cp -p. And it
-    keeps an unpacked copy of each version for ever."""
+    """As open_table, of a parquet file. The datasets package is not used, because its cache knows a file only by path
+    and time of change. It gives the old rows of a file that was rewritten with its old time, as by tar or cp -p. It
+    also keeps an unpacked copy of each version."""
     import datasets
     from pyarrow import parquet
 

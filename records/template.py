@@ -1,9 +1,10 @@
 """Messages to text, by a model's chat template; and a check that the text has all that the record says.
 
-transformers runs the template in its sandbox. A template leaves out what it does not know, without a
-word: turns of a role, a field of a message, text beside a tool call. So each rendered record is checked. Reading
-order: ChatTemplate.render, then ChatTemplate.check: the template writes the record once more with a mark on both sides
-of each text (mark_texts), and each marked text must stand there once (faults_of_texts).
+transformers runs the template in its sandbox. A template silently drops what it does not know: turns of a role,
+a field of a message, text with a tool call. Therefore each rendered record is checked.
+
+Reading order: ChatTemplate.render, then ChatTemplate.check. The template writes the record once more with a mark on
+both sides of each text (mark_texts), and each marked text must be in the result once (faults_of_texts).
 """
 
 import json
@@ -20,8 +21,8 @@ from infra.console import BadInput, user_error
 from records.forms import Record, as_turns, unique_keys
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
-# Fields of a message that hold its author's thinking. Many templates leave it out of all turns but the
-# last one, on purpose: a model is asked so, too.
+# Fields of a message that hold its author's thinking. Many templates drop it in all turns except the last
+# one, on purpose: a model does not see it at inference either.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 RESULTS = ("tool", "function", "ipython")  # roles of a tool's result
 EARLIER_REASONING = "with reasoning in earlier turns, which the chat template leaves out"
@@ -30,11 +31,11 @@ Write = Callable[..., str]  # messages to text
 
 
 class LeftOut(BadInput):
-    """The chat template leaves out or doubles a text of the record."""
+    """The chat template drops or repeats a text of the record."""
 
 
 class Text(NamedTuple):
-    """A text of a dialogue, and where it stands there."""
+    """A text of a dialogue, and its place."""
 
     turn: int  # -1: it is no text of a turn
     role: str
@@ -57,7 +58,7 @@ class ChatTemplate:
         self.first: Record | None = None
 
     def asked(self, record: Record) -> Record:
-        """The record with the settings and the day that the template gets for it."""
+        """The record with the template's settings and day."""
         kwargs = self.kwargs if record.template_kwargs is None else record.template_kwargs
         date = (record.date or self.date) if self.uses_date else None
         return record._replace(template_kwargs=kwargs, date=date)
@@ -77,7 +78,7 @@ class ChatTemplate:
         )
 
     def around_plain_answer(self) -> tuple[str, str] | None:
-        """What the template writes between the prompt of a question and its answer's own text, and what ends the
+        """The text that the template writes between the prompt of a question and its answer, and the text that ends the
         answer. None if it refuses such a dialogue."""
         write = self.writer(self.first or Record([], []))
         question = {"role": "user", "content": "?"}
@@ -150,8 +151,8 @@ class ChatTemplate:
         prompt: str,
         completion: str | None,
     ) -> bool:
-        """Whether the template leaves out reasoning of the turns before the answer. Raises LeftOut if it leaves out,
-        or doubles any other text of the record."""
+        """Whether the template drops reasoning of the turns before the answer. Raises LeftOut if it drops or repeats
+        any other text of the record."""
         rendered = prompt + (completion or "")
         lost = [x for x in texts_of_tools(record, dialogue) if not stands_in(x.text, rendered)]
         faults = [(text, "does not write") for text in lost]
@@ -172,8 +173,8 @@ def template_of(hf, tools: list[dict] | None = None) -> str:
 
 
 def define_date(date: str | None) -> str:
-    """What stands before a template, so that its strftime_now is of this day. Without a date there is
-    none: some templates have a fixed day for this case, in the others it is an error. Written in the
+    """A macro to put before a template: its strftime_now is of this day. Without a date strftime_now is undefined. Some
+    templates have a fixed day for this case, for the others this is an error. Written in the
     template's language, since transformers 5.23 lets no function of ours into its sandbox."""
     if date is None:  # two days would give two runs; the error has this name
         return "{% set strftime_now = strftime_now_without_data_date %}\n"
@@ -187,8 +188,8 @@ def define_date(date: str | None) -> str:
 
 
 def around_answer(write: Write, dialogue: list[dict], begun: str = "") -> tuple[str, str]:
-    """What the template writes before and behind the last turn's text. begun: how this text begins; it is a part of
-    what is before. Raises LeftOut."""
+    """The text that the template writes before the last turn's text, and after it. begun: the beginning of the last
+    turn's text, which counts as before. Raises LeftOut."""
     *turns, last = dialogue
     before, mark, end = write([*turns, {**last, "content": begun + MARK}]).partition(MARK)
     if not mark:
@@ -197,12 +198,12 @@ def around_answer(write: Write, dialogue: list[dict], begun: str = "") -> tuple[
 
 
 def completion_text(write: Write, prompt: str, dialogue: list[dict]) -> str:
-    """What the template writes after the prompt's text for the answer. Raises BadInput."""
+    """The text that the template writes after the prompt for the answer. Raises BadInput."""
     whole = write(dialogue)
     text = dialogue[-1]["content"] or ""
     if not whole.startswith(prompt) and "</think>" in text:
-        # DeepSeek-R1's template ends the prompt with <think>, but leaves the thinking out of an answer. There the
-        # completion is the answer's own text, which closes the thinking, and then what ends a turn.
+        # DeepSeek-R1's template ends the prompt with <think>, but drops the thinking of an answer. There the
+        # completion is the answer's text, which closes the thinking, and then the end of a turn.
         before, end = around_answer(write, dialogue)
         if prompt.removeprefix(before).startswith("<think>"):
             return text.lstrip().removeprefix("<think>").lstrip("\n") + end
@@ -219,7 +220,7 @@ def sampled_text(write: Write, dialogue: list[dict], answer: dict, cut: bool) ->
 
 
 def text_behind(prompt: str, dialogue: str) -> str:
-    """What a rendered dialogue has after the rendered prompt. Raises BadInput."""
+    """The rest of a rendered dialogue after the rendered prompt. Raises BadInput."""
     if dialogue.startswith(prompt):
         return dialogue.removeprefix(prompt)
     n = len(commonprefix((prompt, dialogue)))
@@ -238,8 +239,8 @@ def text_behind(prompt: str, dialogue: str) -> str:
 
 def open_turn(write: Write, turns: list[dict]) -> str:
     """The text of a prompt up to the end of its last turn's content, which a completion continues:
-    transformers' continue_final_message, by a mark, since a short content may stand in a turn's end,
-    too. Raises BadInput."""
+    transformers' continue_final_message, by a mark, because a turn's end may contain a short
+    content too. Raises BadInput."""
     last = turns[-1]
     if last.get("tool_calls") or not last["content"]:
         raise BadInput("prompt: ends in the assistant's turn, and it has no text to continue")
@@ -248,7 +249,7 @@ def open_turn(write: Write, turns: list[dict]) -> str:
 
 
 def join_turns(turn: dict, continuation: dict) -> dict:
-    """One turn of two: the second one's content goes on with that of the first."""
+    """One turn of two: the second one's content continues the first."""
     content = turn["content"] + (continuation["content"] or "")
     return {**turn, **continuation, "content": content}
 
@@ -257,8 +258,8 @@ def join_turns(turn: dict, continuation: dict) -> dict:
 
 
 def forms_of_calls(turns: list[dict]) -> list[list[dict]]:
-    """The forms of tool calls that templates want: the arguments as objects, or as texts of JSON; beside a call an
-    empty text, or null. The first form has objects and empty texts, as engines give them. Raises BadInput."""
+    """The forms of tool calls that templates want: the arguments as objects, or as texts of JSON; with an empty text
+    as content of a call, or null. The first form has objects and empty texts, as engines give them. Raises BadInput."""
     forms: list[list[dict]] = []
     for convert in (as_object, as_json_text):
         converted = [with_arguments(turn, convert) for turn in turns]
@@ -306,7 +307,7 @@ MARKS = re.compile(r"qz\d+zq")
 
 def mark_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
     """The dialogue with a mark on both sides of each text, and the texts in the order of their marks. Thinking within
-    a text is a text of its own, since templates leave it out."""
+    a text is a separate text, because templates drop it."""
     texts: list[Text] = []
 
     def mark(value: object, turn: int, field: str) -> object:
@@ -336,8 +337,7 @@ def mark_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
 def faults_of_texts(
     write: Write, dialogue: list[dict], prompt: str, completion: str | None
 ) -> list[tuple[Text, str]]:
-    """(text, what the template does to it) for each text of the dialogue that does not stand once in what the template
-    writes."""
+    """(text, fault) for each text of the dialogue that the template does not write exactly once."""
     marked, texts = mark_texts(dialogue)
     whole = prompt + (completion or "")
     written = ""
@@ -369,7 +369,7 @@ def in_json(text: str) -> str:
 
 
 def stands_in(text: str, rendered: str) -> bool:
-    """Whether a text was written, but for blanks around it: as it is, or as JSON has it."""
+    """Whether a text was written, without blanks around it, unchanged or as JSON."""
     text = text.strip()
     return text in rendered or in_json(text) in rendered
 
@@ -391,7 +391,7 @@ def texts_of_tools(record: Record, dialogue: list[dict]) -> Iterator[Text]:
 
 
 def described(function: dict) -> Iterator[str]:
-    """What a tool says of itself and of its parameters; the rest of a schema has many forms."""
+    """The descriptions of a tool and of its parameters. The rest of a schema has many forms."""
     properties = (function.get("parameters") or {}).get("properties") or {}
     yield from properties
     for schema in (function, *properties.values()):

@@ -1,9 +1,10 @@
 """Text to token ids, as the model's own tokenizer does it; template.py writes the text of messages.
 
-transformers reads the tokenizer and encodes. What it does not have is the border of prompt and
-completion: a completion must attach to any prompt, so both are encoded apart. (A tokenizer that puts a space
-before every text encodes them together, and the ids are divided.) Reading order: what a record goes
-through, render (a record to text) and encode_all (text to ids, with BOS and EOS).
+transformers reads the tokenizer and encodes. It does not know the border of prompt and completion.
+A completion must attach to any prompt, so both are encoded separately. (A tokenizer that puts a space
+before every text encodes them together, and the ids are divided.)
+
+Reading order: render (a record to text), encode_all (text to ids, with BOS and EOS).
 """
 
 import json
@@ -29,7 +30,7 @@ class Tokenizer:
     bos        id of the beginning of a text, or None
     prefix     the ids that the tokenizer itself puts before a text: none, BOS, or several, as GLM's does
     stops      ids that end a sampled completion: EOS, those that the model's config names, and after
-               end_as_the_template_does the one in which the template's answers end
+               end_as_the_template_does the token that ends the template's answers
     template   the text of the chat template, or None
     unknown    id of letters that it does not know, or None
     special_tokens  the texts of all special tokens
@@ -68,7 +69,7 @@ class Tokenizer:
         # GPT-2 calls its EOS the unknown token, too, and needs none
         unknown = self.hf.unk_token_id
         self.unknown = None if unknown in (self.eos, self.bos) else unknown
-        # what the tokenizer adds before a text; EOS is a text that every vocabulary has
+        # the tokens that the tokenizer adds before a text; every vocabulary has the text EOS
         text = self.hf.convert_ids_to_tokens(self.eos)
         encoded = self.hf(text, return_special_tokens_mask=True)
         self.prefix = encoded.input_ids[: encoded.special_tokens_mask.index(0)]
@@ -82,10 +83,9 @@ class Tokenizer:
     ) -> tuple[str, list[str]]:
         """The texts of a record's prompt and completions. Raises BadInput.
 
-        A chat template writes them: the prompt's text ends where the assistant's turn begins, and a
-        completion is what the template writes from there on. A text becomes a turn. Not
-        `by_template`: the texts stay as they are. counts: what the template leaves out on purpose is
-        added to them.
+        A chat template writes them: the prompt's text ends at the assistant's turn, and the completion is the rest. A
+        text becomes a turn. If not `by_template`, the texts stay unchanged. counts: counts the texts that the template
+        drops on purpose.
         """
         if not by_template:
             return record.prompt, record.completions
@@ -98,7 +98,7 @@ class Tokenizer:
         return self.chat.render(record, Counter() if counts is None else counts)
 
     def idle_rules(self, by_template: bool, prefix: str = "") -> list[IdleRule]:
-        """When the settings of the chat template have no effect. prefix: what stands before their names."""
+        """When the settings of the chat template have no effect. prefix: of their names."""
         template = self.chat.source
         unread = [x for x in self.chat.kwargs if not re.search(rf"\b{re.escape(x)}\b", template)]
         names = " ".join(f"{prefix}{x}" for x in ("chat_template", "chat_template_kwargs", "date"))
@@ -114,8 +114,7 @@ class Tokenizer:
         ]
 
     def end_as_the_template_does(self) -> None:
-        """Compare the token in which the chat template ends an answer with `stops`, add it if it is not
-        there, and say so.
+        """Compare the token that ends an answer in the chat template with `stops`. If it is missing, add it and say so.
 
         A base model's EOS is often another token than that of the template which it is tuned with.
         """
@@ -146,7 +145,8 @@ class Tokenizer:
         say(f"sampling ends at {text}, too: the chat template ends an answer in it, not in {eos}")
 
     def say_what_leads_an_answer(self) -> None:
-        """Say what the chat template writes before an answer's own text: it is learned as a part of the answer."""
+        """Print the text that the chat template writes before an answer's text: it is learned as a part of the
+        answer."""
         around = self.chat.around_plain_answer()
         lead = around[0] if around else ""
         is_sampled = self.chat.first is not None and self.chat.first.cut is not None
@@ -175,8 +175,8 @@ class Tokenizer:
     ) -> Iterator[tuple[list, list]]:
         """(ids of the prompt, ids of each completion) of each record's texts.
 
-        Plain texts get in front what the tokenizer adds, such as BOS, and EOS at the end; to those of a
-        chat template nothing is added. If the tokenizer puts a space before every text, prompt +
+        Plain texts get the tokenizer's prefix, such as BOS, and EOS at the end. Nothing is added to those of a chat
+        template. If the tokenizer puts a space before every text, prompt +
         completion is encoded as one text, and the completion's ids are those after the prompt's.
         """
         pieces = []
@@ -195,7 +195,7 @@ class Tokenizer:
                     # completion is encoded behind a mark, so that it gets no space.
                     before, ids = self.encode([MARK, MARK + completion])
                 answers.append(ids[len(before) :])
-            if not by_template:  # what stands in the text already is not doubled
+            if not by_template:  # tokens that the text has already are not repeated
                 if prompt[: len(self.prefix)] != self.prefix:
                     prompt = [*self.prefix, *prompt]
                 answers = [x + [self.eos] * (x[-1:] != [self.eos]) for x in answers]
@@ -216,10 +216,9 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], special_tokens: bool = False, is_answer: bool = False
     ) -> str:
-        """The text of these ids, with special tokens or without. is_answer: it stands behind a prompt.
+        """The text of these ids, with special tokens or without. is_answer: it follows a prompt.
 
-        Where a tokenizer puts a space before each text, its decoder strips one; an answer's first space is its own, and
-        stays."""
+        If a tokenizer puts a space before each text, its decoder strips one. The first space of an answer must stay."""
         options = dict(skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
         if is_answer and self.adds_space:
             (mark,) = self.encode([MARK])
@@ -252,8 +251,8 @@ def template_kwargs(text: str | None) -> dict:
 
 
 def template_value(text: str) -> object:
-    """What a chat template gets for a text of the user: true, false, null, or a number that is written without needless
-    zeros. All else is a text, such as no, 0123, 1.10 and 2026-01-31, and so is what stands in quotes."""
+    """The value of a user's text for a chat template: true, false, null, or a number without needless zeros. Everything
+    else is a text, such as no, 0123, 1.10 and 2026-01-31, and so is a text in quotes."""
     if text.lower() in ("true", "false", "null"):
         return json.loads(text.lower())
     if re.fullmatch(r"-?(0|[1-9][0-9]*)([.][0-9]*[1-9])?", text):
@@ -264,12 +263,12 @@ def template_value(text: str) -> object:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a folder; tokenizer.json is read as it stands.
+    """transformers' tokenizer of a folder, with tokenizer.json unchanged.
 
-    transformers 5 builds some classes anew, with splits of their own in place of the file's: DeepSeek's
-    texts lose their blanks, Granite's numbers their groups of three digits (huggingface/transformers
-    #45488, #45920). So AutoTokenizer, which knows these classes, is asked for two things alone: a tokenizer where
-    there is no such file, and the names of BOS and EOS, which GPT-2's folder on the Hub leaves to its class.
+    transformers 5 rebuilds some classes with other splits than the file's: DeepSeek's texts lose their blanks,
+    Granite's numbers their groups of three digits (huggingface/transformers
+    #45488, #45920). AutoTokenizer, which knows these classes, therefore gives only two things: a tokenizer if there is
+    no such file, and the names of BOS and EOS, which GPT-2's folder on the Hub does not have.
     """
     if not (folder / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,6 +1,6 @@
-"""Which records belong to one conversation, and which held-out answers stand in a training prompt.
+"""Which records belong to one conversation, and which held-out answers are in a training prompt.
 
-Reading order: Wording, which is what is compared; digests_of_conversations for data.split; standing_in for the table.
+Reading order: Wording, the compared form; digests_of_conversations for data.split; standing_in for the table.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def wording_of_messages(record: Record) -> Wording:
 
 
 def words(text: str) -> str:
-    """The words and signs of a text, each followed by a blank. So `In` does not begin with `I`, but `I am` does."""
+    """The words and signs of a text, each followed by a blank. Then `In` does not begin with `I`, but `I am` does."""
     return "".join(f"{word} " for word in re.findall(r"\w+|[^\w\s]", text))
 
 
