@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import transformers
 from conftest import ROOT, train
 from test_forks import ONLINE
 
-import kto
 from evaluation import Answer
 from infra.console import BadInput, Failed
 from records.examples import Example
@@ -70,58 +68,55 @@ def chat_reply(content, finish_reason: str = "stop", **message) -> tuple[int, di
     return 200, {}, json.dumps({"choices": [choice]})
 
 
-def test_a_verdict_is_the_one_word_of_the_last_line():
-    yes = (
+VERDICTS = {
+    True: [
         "YES",
         "It says no such thing.\nSo: **Yes**.\n",
         "YES\n```",
         "YES.\n\n---\n",
         r"\boxed{YES}",
-    )
-    for reply in (*yes, "<answer>yes</answer>", "__Yes__", "The verdict: yes"):
-        assert verdict(reply) is True, reply
-    for reply in ("yes\nNo.", "**NO**", "NO</s>"):
-        assert verdict(reply) is False, reply
-    unclear = "", "maybe", "yes or no?", "yes\nperhaps", "nobody knows yesterday", "Yes, no doubt."
-    for reply in (*unclear, "YES\n\n(Note: there is no way to be sure)", "I see no", "---"):
-        assert verdict(reply) is None, reply
+        "<answer>yes</answer>",
+        "The verdict: yes",
+        "<think>There is no error.</think>YES",
+    ],
+    False: ["yes\nNo.", "**NO**", "NO</s>", "An error.\nYES?\n</think>\n\nNO"],
+    None: [
+        "",
+        "maybe",
+        "yes or no?",
+        "yes\nperhaps",
+        "nobody knows yesterday",
+        "YES\n\n(Note: there is no way to be sure)",
+        "---",
+        "<think>\nIs it right?\nYES",
+        "<think>\nIs it right?\nYES\n</think>",
+    ],
+}
 
 
-def test_of_a_judge_that_thinks_only_what_follows_its_thoughts_is_a_verdict():
-    assert verdict("<think>There is no error.</think>YES") is True
-    assert verdict("There is an error.\nYES?\n</think>\n\nNO") is False, "its template opens them"
-    assert verdict("<think>\nIs it right?\nYES") is None
-    assert verdict("<think>\nIs it right?\nYES\n</think>") is None
+@pytest.mark.parametrize("expected", VERDICTS)
+def test_a_verdict_is_the_one_word_of_the_last_line_after_the_thoughts(expected):
+    for reply in VERDICTS[expected]:
+        assert verdict(reply) is expected, reply
 
 
 def test_a_reply_that_was_cut_is_no_verdict_and_is_counted(judge_server, tmp_path, capsys):
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "YES?"}]}
     judge_server.faults += [
         chat_reply("The answer seems right:\nno", "length"),
-        chat_reply("YES"),
+        chat_reply(
+            [thinking, {"type": "text", "text": "Wrong.\n"}, {"type": "text", "text": "NO"}]
+        ),
         chat_reply(None, "length", reasoning_content="Let me see"),
     ]
     given = answers("a", "b", "c")
     one = begun(tmp_path, judge_server.url, threads=1)
     line = "judge.request: 2 of 3 replies were cut before their end, so they are no verdicts: "
     for _ in range(2):  # asked, then read from the file
-        assert one(given) == [None, True, None]
+        assert one(given) == [None, False, None]
         assert line + "more max_tokens, or" in capsys.readouterr().out
     assert len(judge_server.asked) == 3
-
-
-def test_a_reply_in_parts_is_its_texts_without_its_thoughts(judge_server, tmp_path):
-    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "YES?"}]}
-    parts = [thinking, {"type": "text", "text": "Wrong.\n"}, {"type": "text", "text": "NO"}]
-    judge_server.faults.append(chat_reply(parts))
-    assert begun(tmp_path, judge_server.url)(answers("ab")) == [False]
-    (row,) = rows_in(tmp_path / "judge.jsonl")
-    assert row["reply"] == "Wrong.\nNO"
-
-
-def test_what_a_server_says_in_place_of_a_reply_is_shown(judge_server, tmp_path):
-    judge_server.faults += [(200, {}, '{"error": "the quota is used up"}')] * 4
-    with pytest.raises(Failed, match="4 times no reply as expected: .*the quota is used up"):
-        begun(tmp_path, judge_server.url)(answers("a"))
+    assert rows_in(tmp_path / "judge.jsonl")[1]["reply"] == "Wrong.\nNO", "without its thoughts"
 
 
 def test_the_judge_is_asked_once_about_each_answer_also_after_a_kill(judge_server, tmp_path):
@@ -150,18 +145,27 @@ def test_a_question_has_the_answers_own_texts_and_the_request_what_the_settings_
     assert body == {"model": "m", "messages": messages, "max_completion_tokens": 7}
 
 
-def test_a_busy_or_broken_server_is_asked_again_and_a_refusal_ends_the_run(judge_server, tmp_path):
-    judge_server.faults += [(429, {}, "slowly"), (503, {}, ""), (200, {}, "<html>")]
-    assert begun(tmp_path, judge_server.url)(answers("ab")) == [True]
-    assert len(judge_server.asked) == 4
-    judge_server.faults += [(401, {}, "no such key")]
-    with pytest.raises(BadInput, match="^judge.server: http.*: 401 Unauthorized: 'no such key'$"):
-        begun(tmp_path, judge_server.url)(answers("abc"))
-    judge_server.faults += [(500, {}, "")] * 4
-    with pytest.raises(Failed, match="4 times 500 Internal Server Error"):
-        begun(tmp_path, judge_server.url)(answers("abc"))
-    with pytest.raises(Failed, match="4 times no reply as expected: .*refused"):
-        begun(tmp_path, "http://127.0.0.1:9")(answers("abc"))
+@pytest.mark.parametrize(
+    "faults, error",
+    [
+        ([(429, "slowly"), (503, ""), (200, "<html>")], None),
+        ([(401, "no such key")], "^judge.server: http.*: 401 Unauthorized: 'no such key'$"),
+        ([(500, "")] * 4, "4 times 500 Internal Server Error"),
+        ([(200, '{"error": "the quota is used up"}')] * 4, "4 times no reply.*the quota is used"),
+    ],
+)
+def test_a_busy_or_broken_server_is_asked_again_and_a_refusal_ends_the_run(
+    faults, error, judge_server, tmp_path
+):
+    judge_server.faults += [(code, {}, text) for code, text in faults]
+    one = begun(tmp_path, judge_server.url)
+    if error is None:
+        assert one(answers("ab")) == [True]
+        assert len(judge_server.asked) == len(faults) + 1
+        return
+    with pytest.raises((BadInput, Failed), match=error):
+        one(answers("ab"))
+    assert len(judge_server.asked) == len(faults)
 
 
 def test_a_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(
@@ -245,26 +249,6 @@ def test_a_run_learns_the_judges_verdicts_and_a_reply_that_is_none_is_no_thumb(
     assert len(seen) == 3, "all three happen"
     assert "checker: no verdict on " in capsys.readouterr().out
     assert "secret" not in (tmp_path / "settings.yaml").read_text()
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfRatings(kto.Settings):
-    judge: JudgeSettings
-
-
-def test_kto_on_ratings_has_its_answers_judged_before_and_after(
-    judge_server, tiny, ratings, tmp_path
-):
-    argv = ("--batch_size=6", "--max_steps=2", f"--judge.server={judge_server.url}/v1",
-            "--judge.model=m", f"--data.val={ratings}", "--eval.prompts=5",
-            "--eval.max_new_tokens=4", "--eval.samples=0")  # fmt: skip
-    train(tiny, ratings, tmp_path, *argv, settings=OfRatings, trainer=Judged, checker=judge)
-    before = json.loads((tmp_path / "eval" / "before.json").read_text())
-    assert (tmp_path / "eval" / "after.json").exists()
-    for answer in before["answers"]:
-        question = judge_file.PROMPT.replace("{prompt}", answer["prompt"])
-        question = question.replace("{completion}", answer["completion"])
-        assert answer["right"] == (len(question) % 2 == 0)
 
 
 # ---- examples/reward_model.py --------------------------------------------------------------------
@@ -379,24 +363,6 @@ def test_a_reward_model_reads_the_ids_of_its_tokenizer_json(tmp_path):
     with torch.no_grad():
         score = model.eval()(torch.tensor([expected.ids])).logits.item()
     assert one.scores([given]) == [pytest.approx(score, abs=1e-5)]
-
-
-def test_a_gemma_2_scores_with_its_softcap(tmp_path):
-    """transformers' eager attention computes what the config says; its default one leaves the cap out."""
-    shutil.copytree(tokens.FILES, tmp_path, dirs_exist_ok=True)
-    cap = dict(attn_logit_softcapping=1.0, query_pre_attn_scalar=2, head_dim=16)
-    config = small(transformers.Gemma2Config, **cap, initializer_range=0.5)
-    torch.manual_seed(0)
-    one = reader(tmp_path, transformers.Gemma2ForSequenceClassification(config), LINES)
-    given = dialogue(USER, answer="the best of all")
-    scores = {}
-    for kind in ("eager", "sdpa"):
-        auto = transformers.AutoModelForSequenceClassification
-        model = auto.from_pretrained(tmp_path, attn_implementation=kind)
-        with torch.no_grad():
-            scores[kind] = model(one.encode(given)).logits.item()
-    assert one.scores([given]) == [pytest.approx(scores["eager"], abs=1e-5)]
-    assert abs(scores["eager"] - scores["sdpa"]) > 0.1, "else the cap does nothing"
 
 
 def test_a_score_that_is_no_number_and_a_dialogue_that_is_too_long_are_refused(tmp_path):
