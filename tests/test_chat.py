@@ -227,17 +227,13 @@ def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(rea
     """Thumbs of a product have answers alone; R1's and QwQ's templates open a thinking before them."""
     t = Tokenizer(Source(real("r1-distill")))
     with pytest.raises(
-        BadInput, match="the prompt opens a thinking.*data.chat_template"
-    ) as refused:
-        ids({"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
-    assert "in place of '<think>\\n'" in str(refused.value)
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
-    for name, record in (
-        ("mistral-v0.3", {"prompt": [{"role": "system", "content": "Short."}, user("p")]}),
-        ("qwen3", {"prompt": [user("p")], "completion": [bot(THOUGHT)], **off}),
+        BadInput, match="in place of '<think>.n'; the prompt opens a thinking.*data"
     ):
-        with pytest.raises(BadInput, match="in place of '[^']*'$"):
-            ids({"completion": [bot("c")]} | record, Tokenizer(Source(real(name))))
+        ids({"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(BadInput, match="in place of '[^']*'$"):
+        record = {"prompt": [user("p")], "completion": [bot(THOUGHT)], **off}
+        ids(record, Tokenizer(Source(real("qwen3"))))
 
 
 RECORD = rated([user("Hi")], [bot("Ho")])
@@ -245,11 +241,7 @@ TEXT_FILES = {  # a text file -> its content, and the options that name it
     "own.jinja": (tokens.CHATML, "--chat_template"),
     "model/chat_template.jinja": (tokens.CHATML, ""),
     "data.yaml": ("data:\n  max_prompt: 100\n", "--config"),
-    "d.jsonl": (f"{json.dumps(RECORD)}\n", "--val"),
-    "d.json": (json.dumps([RECORD]), "--val"),
     "lines.json": (f"{json.dumps(RECORD)}\n" * 2, "--val"),
-    "d.csv": ("prompt,completion,label\nHi,Ho,1\n", "--val"),
-    "d.tsv": ("prompt\tcompletion\tlabel\nHi\tHo\t1\n", "--val"),
 }
 
 
@@ -282,14 +274,14 @@ def test_a_template_that_ends_no_answer_is_said(tiny, tmp_path, shown):
 def test_a_tool_or_a_call_that_the_template_leaves_out_is_refused():
     """ChatML writes neither."""
     call = bot("c", tool_calls=[{"function": {"name": "weather"}}])
-    for record in (
-        Record([user("p")], [call]),
-        Record([user("p"), call, user("q")], [bot("d")]),
-        Record([user("p")], [bot("c")], tools=TOOLS),
-        Record([user("p")], [bot("c")], tools=[WEATHER]),
+    for prompt, answer, tools in (
+        ([user("p")], call, None),
+        ([user("p"), call, user("q")], bot("d"), None),
+        ([user("p")], bot("c"), TOOLS),
+        ([user("p")], bot("c"), [WEATHER]),
     ):
         with pytest.raises(BadInput, match="^tools: .* does not write its text: 'weather'"):
-            tokens.chat().render(record)
+            tokens.chat().render(Record(prompt, [answer], tools=tools))
 
 
 # ---- all that a record says is written -----------------------------------------------------------
@@ -335,25 +327,23 @@ def test_a_template_that_takes_texts_of_arguments_alone_gets_them(real, ids):
     assert '```json\n{"city": "Paris", "days": 2}\n```' in text and '{"c": 21}' in text
 
 
-@pytest.mark.parametrize("rated_call", [True, False])
 @pytest.mark.parametrize(
     "content", ["m.content", "m.content.strip()", "('' if not m.content else m.content)"]
 )
-def test_null_beside_a_call_is_written_as_no_text(tmp_path, content, rated_call):
+def test_null_beside_a_call_is_written_as_no_text(tmp_path, content):
     """OpenAI's form. GLM-4.5's template writes None, and those of Qwen3 and gpt-oss raise an error."""
     template = tokens.CHATML.replace("m['content']", f"({content})|string + m.tool_calls|string")
     template = "{{ tools }}" + template.replace("m.tool_calls", "(m.tool_calls or '')")
     t = Tokenizer(Source(tokens.folder(tmp_path / "t", chat_template=template)))
-    noisy = {"name": "weather", "description": "Default: None", "parameters": {}}
-    for tools in (None, [{"type": "function", "function": noisy}]):
-        record = tool_record(CALLS, rated_call) | {"tools": tools, "label": True}
+    for rated_call in (True, False):
+        record = tool_record(CALLS, rated_call)
         turns = record["prompt"] + record["completion"]
-        theirs = t.hf.apply_chat_template(turns, tools=tools, tokenize=False)
+        theirs = t.hf.apply_chat_template(turns, tools=TOOLS, tokenize=False)
         (call,) = (turn for turn in turns if turn.get("tool_calls"))
         for null in ({"content": None}, {}):  # a table has no key for a null
             del call["content"]
             call |= null
-            prompt, answers = t.render(understand_record(record, "rated"))
+            prompt, answers = t.render(understand_record(record | {"label": True}, "rated"))
             assert prompt + answers[0] == theirs
             call["content"] = ""
 
@@ -438,15 +428,21 @@ def test_a_completion_continues_the_assistants_turn_as_transformers_does(real, l
 
 
 def test_only_a_prompt_with_a_text_is_continued(real, load, ids):
-    t = Tokenizer(Source(real("qwen3")))
-    two = {"messages": [user("p"), bot("c"), bot("d")], "label": True}
-    (e,) = load([two], Tokenizer(Source(real("qwen2.5"))))
+    t = Tokenizer(Source(real("qwen2.5")))
+    (e,) = load([{"messages": [user("p"), bot("c"), bot("d")], "label": True}], t)
     assert t.hf.decode(e.prompt).endswith("c<|im_end|>\n<|im_start|>assistant\n"), "two turns"
-    for end in (bot(""), bot("Look:", tool_calls=CALLS)):
-        with pytest.raises(BadInput, match="prompt: ends in the assistant's turn, and it has no"):
-            ids({"prompt": [user("p"), end], "completion": [bot("c")]}, t)
-    with pytest.raises(BadInput, match="does not begin with the rendered prompt"):
-        ids({"prompt": [user("p"), bot("<think>\nHm")], "completion": [bot(".</think>Yes")]}, t)
+    for end, more, reason in (
+        (bot(""), "c", "prompt: ends in the assistant's turn, and it has no"),
+        (
+            bot("Look:", tool_calls=CALLS),
+            "c",
+            "prompt: ends in the assistant's turn, and it has no",
+        ),
+        (bot("<think>\nHm"), ".</think>Yes", "does not begin with the rendered prompt"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            record = {"prompt": [user("p"), end], "completion": [bot(more)]}
+            ids(record, Tokenizer(Source(real("qwen3"))))
 
 
 # ---- where an answer ends ------------------------------------------------------------------------
@@ -458,22 +454,21 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
     tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
     source = write(tmp_path / "d.jsonl", rated([user("p")], [bot("c")]))
     plain = write(tmp_path / "p.jsonl", rated())
-    line = (
-        "sampling ends at <|im_end|>, too: the chat template ends an answer in it, not in <|endoft"
+    said = (
+        "sampling ends at <|im_end|>, too: the chat template ends an answer in it, not in <|endof"
     )
-    assert shown(source, "--model", base).startswith(line)
+    assert shown(source, "--model", base).startswith(said)
     assert shown(plain, "--model", base).startswith("train: ")
     t = Tokenizer(Source(base))
-    both = [tokens.EOS, t.hf.convert_tokens_to_ids("<|im_end|>")]
+    both = (tokens.EOS, t.hf.convert_tokens_to_ids("<|im_end|>"))
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": both}))
     assert shown(source, "--model", base).startswith("train: ")
     t.end_as_the_template_does()
-    assert t.stops == tuple(both) and shown(source, "--model", base).startswith(line)
+    assert t.stops == both
     letters = shutil.copytree(tiny, tmp_path / "letters")
     tokens.folder(letters, chat_template=tokens.CHATML)
-    assert shown(source, "--model", letters).startswith(
-        r"the chat template ends an answer in '<|im_end|>\n', which is no token"
-    )
+    end = r"the chat template ends an answer in '<|im_end|>\n', which is no token"
+    assert end in shown(source, "--model", letters)
 
 
 @pytest.mark.parametrize("rows", ["zero", "equal", "trained"])
@@ -504,7 +499,7 @@ def test_a_lora_run_says_that_the_end_of_its_answers_was_never_trained(rows, tmp
         assert (line in capsys.readouterr().out) == says
 
 
-def test_transformers_ends_an_answer_of_an_export_where_the_template_does(tiny, tmp_path):
+def test_an_export_ends_an_answer_where_the_template_does(tiny, tmp_path):
     """A base model, whose EOS is another token than that of the template which it is tuned with."""
     base = shutil.copytree(tiny, tmp_path / "base")
     tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
@@ -514,38 +509,28 @@ def test_transformers_ends_an_answer_of_an_export_where_the_template_does(tiny, 
     config = {"eos_token_id": tokens.EOS, "temperature": 0.7, "do_sample": True}
     (base / "generation_config.json").write_text(json.dumps(config))
     end = Tokenizer(Source(base)).hf.convert_tokens_to_ids("<|im_end|>")
-    few = ["--batch_size=2", "--epochs=1"]
     for name, record, ends in (
         ("chat", rated([user("p")], [bot("c")]), [tokens.EOS, end]),
         ("plain", rated(), tokens.EOS),
     ):
-        out = tmp_path / name
-        train(base, write(tmp_path / "d.jsonl", record, record | {"label": False}), out, *few)
-        step = out / "checkpoints" / "step-00000001"
+        source = write(tmp_path / "d.jsonl", record, record | {"label": False})
+        train(base, source, tmp_path / name, "--batch_size=2", "--epochs=1")
+        step = tmp_path / name / "checkpoints" / "step-00000001"
         start("export", [step, "--out", tmp_path / f"{name}-1"])
-        for folder in (out / "final", tmp_path / f"{name}-1"):
+        for folder in (tmp_path / name / "final", tmp_path / f"{name}-1"):
             read = GenerationConfig.from_pretrained(folder)
             assert (read.eos_token_id, read.temperature) == (ends, 0.7)
-    # a model that answers <|im_end|> ends there
-    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "chat" / "final")
-    with torch.no_grad():
-        for p in tuned.parameters():
-            p.zero_()
-        tuned.transformer.ln_f.bias.fill_(1)
-        tuned.lm_head.weight[end] = 1
-    answer = tuned.generate(torch.tensor([[66, 67]]), max_new_tokens=9, do_sample=False)
-    assert answer[0].tolist() == [66, 67, end]
 
 
 # ---- from outside --------------------------------------------------------------------------------
 
 
 def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown):
-    zephyr = shutil.copytree(real("zephyr"), tmp_path / "zephyr")
-    shutil.copy(tiny / "config.json", zephyr)  # the context is read from it
+    model = shutil.copytree(real("zephyr"), tmp_path / "zephyr")
+    shutil.copy(tiny / "config.json", model)  # the context is read from it
     texts = ["Could", "would " * 30, "x", "x"]
     source = write(tmp_path / "d.jsonl", *[rated([user("Hi")], [bot(x)], x != "x") for x in texts])
-    lines = shown(source, "--model", zephyr, "--max_completion", 9).splitlines()
+    lines = shown(source, "--model", model, "--max_completion", 9).splitlines()
     assert lines[0] == "train: 4 examples of 1 prompts, 2 desirable, 2 undesirable"
     counts = (
         "1 duplicates, 0 contradictions, 4 by the chat template, 0 prompts cut, 1 completions cut"
@@ -556,32 +541,23 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown)
     day = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "day.jinja").write_text(day)
     dated = ("--chat_template", tmp_path / "day.jinja", "--date", "2031-01-31")
-    assert "2031" in shown(source, "--model", zephyr, *dated)
+    assert "2031" in shown(source, "--model", model, *dated)
     pair = write(tmp_path / "p.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"})
     assert "\ntrain: 1 examples of 1 prompts\n" in shown(pair, "--kind", "paired")
-
-
-def test_data_py_tells_an_empty_turn_from_a_call_of_tools(real, tiny, tmp_path, shown):
-    model = shutil.copytree(real("qwen2.5"), tmp_path / "qwen")
-    shutil.copy(tiny / "config.json", model)
-    call = bot("", tool_calls=CALLS)
-    prompt = [{"role": "system", "content": ""}, user("Rain?"), call, RESULT]
-    source = write(tmp_path / "d.jsonl", rated(prompt, [bot("")]), rated(prompt[:2], [call], False))
-    words = re.sub(" +", " ", shown(source, "--model", model))
-    assert words.count("\n system (empty)\n user Rain?\n") == 2
-    assert "\n assistant (a call of tools)\n" in words
-    assert "\n answer (empty)\n" in words and "\n answer (a call of tools)\n" in words
 
 
 def test_data_py_shows_the_first_record_of_each_kind_within_80_columns(real, tiny, tmp_path, shown):
     model = shutil.copytree(real("qwen2.5"), tmp_path / "qwen")
     shutil.copy(tiny / "config.json", model)
+    call = bot("", tool_calls=CALLS)
     long = rated([user("word " * 300)], [bot("日本語" * 60)])
-    source = write(tmp_path / "d.jsonl", long, long, rated([user("Q\n\nR")], [bot("A")], False))
+    down = rated([user("Q\n\nR"), call, RESULT], [bot("")], False)
+    source = write(tmp_path / "d.jsonl", long, long, down)
     out = shown(source, "--model", model)
     turns = out[out.index("\nup (") : out.index("\n\n'")]
     assert f"\nup ({source}:1):\n  user      word word" in turns and "more lines]" in turns
-    assert f"\ndown ({source}:3):\n  user      Q\n\n            R\n  answer    A" in turns
+    assert f"\ndown ({source}:3):\n  user      Q\n\n            R\n  assistant (a call" in turns
+    assert turns.endswith("\n  answer    (empty)")
     # not that with pytest's long path
     lines = [line for line in turns.splitlines() if line.startswith("  ")]
     assert max(len(line) + len(re.findall("[日本語]", line)) for line in lines) <= 80

@@ -51,29 +51,23 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("prompts", TOGETHER.values(), ids=TOGETHER)
-@pytest.mark.parametrize("ids", [False, True], ids=["", "and a conversation_id"])
-def test_data_split_keeps_a_conversation_together(prompts, ids, tmp_path):
-    prompts = prompts + [prompts[0]]
-    if (
-        ids
-    ):  # the first question was edited: nothing but the id says that it is the same conversation
-        prompts[-1] = json.loads(json.dumps(prompts[0]).replace("q#", "another q#"))
+def test_data_split_keeps_a_conversation_together(prompts, tmp_path):
+    # the first question was edited: nothing but the id says that it is the same conversation
+    edited = json.loads(json.dumps(prompts[0]).replace("q#", "another q#"))
     records = []
     for i in range(60):
-        more = {"conversation_id": f"c{i}"} if ids else {}
-        records += [rated(prompt, f"{i}", **more) for prompt in again(i, prompts)]
+        with_id = dict(conversation_id=f"c{i}") if i % 2 else {}
+        of_one = [*prompts, edited] if i % 2 else prompts
+        records += [rated(prompt, f"{i}", **with_id) for prompt in again(i, of_one)]
     source = write(tmp_path / "d.jsonl", *records)
     tokenizer = plain() if isinstance(prompts[0], str) else chat()
     parts, _ = parts_of(Data(source, split="50,50"), tokenizer=tokenizer)
-    part_of = {}
-    for name, examples in parts.items():
-        for e in examples:
-            answer = tokenizer.hf.decode(e.completions[0], skip_special_tokens=True).strip()
-            part_of.setdefault(answer, []).append(name)
-    assert len(part_of) == 60 and all(len(names) == len(prompts) for names in part_of.values())
-    assert all(len(set(names)) == 1 for names in part_of.values())
-    sizes = [len(parts["train"]) / len(prompts), len(parts["val"]) / len(prompts)]
-    assert min(sizes) > 18 and sum(sizes) == 60
+    answers = []  # of each part
+    for name in ("train", "val"):
+        ids = [e.completions[0] for e in parts[name]]
+        answers.append({tokenizer.hf.decode(x, skip_special_tokens=True).strip() for x in ids})
+    assert len(answers[0]) + len(answers[1]) == 60 and min(map(len, answers)) > 18
+    assert sum(map(len, parts.values())) == len(records)
 
 
 def test_prompts_that_only_look_alike_are_split_by_themselves(tmp_path):
@@ -114,7 +108,6 @@ STANDS = {  # a prompt of data.train, a held-out record, whether the answer stan
         HELD_OUT,
         True,
     ),
-    "in the middle": (turns("p", "o", "q", "It is thyme.", "why?"), HELD_OUT, True),
     "without its thinking": (
         turns("q", "It is thyme.", "why?"),
         rated(turns("q"), "<think>Hm</think>It is thyme."),
@@ -133,7 +126,6 @@ STANDS = {  # a prompt of data.train, a held-out record, whether the answer stan
     "another answer": (turns("q", "It is sage.", "why?"), HELD_OUT, False),
     "behind another question": (turns("p", "It is thyme.", "why?"), HELD_OUT, False),
     "as a turn of the user": (turns("q", "a", "It is thyme."), HELD_OUT, False),
-    "an empty one": (turns("q", "a", "why?"), rated(turns("q"), ""), False),
     "plain": ("User: q\nBot: It is thyme.\nUser: why?\nBot:", PLAIN, True),
     "plain, another answer": ("User: q\nBot: It is thymeless\nUser: why?\nBot:", PLAIN, False),
     "plain, an empty one": ("User: q\nBot: It is\nUser: why?\nBot:", rated("User: q\n", ""), False),
@@ -141,16 +133,13 @@ STANDS = {  # a prompt of data.train, a held-out record, whether the answer stan
 
 
 @pytest.mark.parametrize("prompt, record, stands", STANDS.values(), ids=STANDS)
-@pytest.mark.parametrize("held_out", ["val", "test"])
 def test_the_table_counts_held_out_answers_that_stand_in_a_training_prompt(
-    prompt, record, stands, held_out, tmp_path
+    prompt, record, stands, tmp_path
 ):
     train = write(tmp_path / "t.jsonl", rated("o", "n"), rated(prompt, "Because."))
     other = write(tmp_path / "v.jsonl", rated("k", "l"), record)
     tokenizer = plain() if isinstance(prompt, str) else chat()
-    settings = Data(
-        train, max_prompt=3, **{held_out: other}
-    )  # prompts are compared before they are cut
-    _, table = parts_of(settings, tokenizer=tokenizer)
-    before, _, rest = " ".join(table).partition(f"{held_out}: ")
+    # prompts are compared before they are cut
+    _, table = parts_of(Data(train, max_prompt=3, test=other), tokenizer=tokenizer)
+    before, _, rest = " ".join(table).partition("test: ")
     assert (f", 1 {COUNT}" in rest) == stands and COUNT not in before
