@@ -190,26 +190,15 @@ def test_a_type_is_computed_as_transformers_does_or_refused_with_the_reason(name
 
 
 def test_a_type_that_is_no_language_model_is_refused_in_one_line_that_names_images(tmp_path):
-    """Mistral Small 3.1 and Qwen-VL are tried as the text models of their day; Voxtral hears."""
     advice = ", since it has images: give a copy of its text model alone, if there is one"
-    for kind, end in {"mistral3": advice, "qwen3_vl": advice, "voxtral": ""}.items():
+    for kind, end in {"qwen3_vl": advice, "voxtral": ""}.items():
         config = transformers.CONFIG_MAPPING[kind]()
-        if end:  # as transformers 5.17 writes it for mistral3
-            config.vision_config.rope_parameters = {"rope_type": "axial"}
         config.save_pretrained(tmp_path / kind)
         (tmp_path / kind / "model.safetensors").touch()
         match = (
             f"^{tmp_path / kind}: transformers has no causal language model of type {kind}{end}$"
         )
         refused(match, load.load_model, tmp_path / kind)
-
-
-def test_quantized_weights_of_a_model_with_images_are_refused(tmp_path):
-    """The config has them outside of the text model's part."""
-    folder_of("gemma3", tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"bits": 4}}))
-    refused("the weights are quantised", load.load_model, tmp_path)
 
 
 def has_encoder(name: str) -> bool:
@@ -237,20 +226,9 @@ def test_every_causal_type_is_one_of_the_two_and_the_docs_say_which(tmp_path):
     check_docs_table("types", rows, end="## What can be loaded")
 
 
-def test_a_models_file_may_be_written_anew_while_its_weights_are_in_use(tmp_path):
-    """Weights that are mapped from the file would change with it, or end the process."""
-    folder_of("mixtral", tmp_path)
-    gpt = load.load_model(tmp_path)
-    before = {name: p.detach().clone() for name, p in gpt.named_parameters()}
-    with open(tmp_path / "model.safetensors", "r+b") as file:
-        file.seek(4096)
-        file.write(bytes(20000))
-    assert same_weights(before, dict(gpt.named_parameters()))
-
-
 # ---- a run ---------------------------------------------------------------------------------------
 
-RUNS = ["gpt2", "llama", "gemma3", "mixtral", "deepseek_v3"]
+RUNS = ["gpt2", "gemma3", "deepseek_v3"]
 # what a user's program does with an export
 READ = """
 import json, sys, torch, transformers
@@ -265,13 +243,12 @@ for folder in folders:
 def with_more_layers(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights with those of a layer that predicts one more token, as DeepSeek-V3 and GLM-4.5 name them (a layer after
     the last one) or as EXAONE and Qwen3-Next do."""
-    after = "mtp.layers.0." if name in ("exaone_moe", "qwen3_moe") else "model.layers.2."
+    after = "mtp.layers.0." if name == "exaone_moe" else "model.layers.2."
     last = {x.replace("model.layers.1.", after): w * 2 for x, w in weights.items() if ".1." in x}
     return weights | last | {f"{after}eh_proj.weight": torch.ones(48, 96)}
 
 
-GO_BACK = ["gpt2", "gemma3", "mixtral", "qwen3_moe", "exaone_moe", "deepseek_v3", "glm4_moe",
-           "ernie4_5_moe", "granitemoe", "jetmoe", "phimoe"]  # fmt: skip
+GO_BACK = ["gpt2", "gemma3", "mixtral", "exaone_moe", "deepseek_v3", "ernie4_5_moe", "jetmoe"]
 
 
 @pytest.mark.parametrize("name", GO_BACK)
@@ -432,13 +409,10 @@ def test_two_sharded_ranks_do_what_one_does(ratings, tmp_path):
     assert all(same(x, two["weights"][n], 1e-4) for n, x in one["weights"].items())
 
 
-@pytest.mark.parametrize("name", ["ernie4_5_moe", "afmoe"])
-def test_a_routers_bias_without_gradient_stays_and_two_ranks_do_what_one_does(
-    name, ratings, tmp_path
-):
+def test_a_routers_bias_without_gradient_stays_and_two_ranks_do_what_one_does(ratings, tmp_path):
     """transformers' own class freezes this bias, and its from_pretrained lets it train."""
     source = tmp_path / "source"
-    folder_of(name, source)
+    folder_of("ernie4_5_moe", source)
     argv = (*STEPS, "--optim.weight_decay=0.1")
     one = train(source, ratings, tmp_path / "one", *argv)
     two = ranks(2, lambda _: train(source, ratings, tmp_path / "two", *argv, "--strategy=ddp"))[0]
@@ -452,12 +426,12 @@ def test_a_routers_bias_without_gradient_stays_and_two_ranks_do_what_one_does(
 def test_both_codes_train_one_model_alike(ratings, tmp_path, monkeypatch):
     source = tmp_path / "source"
     folder_of("qwen3", source)
-    argv = (*STEPS, "--max_steps=10", "--epochs=2", "--optim.lr=1e-3")
+    argv = (*STEPS, "--max_steps=4", "--optim.lr=1e-3")
     a = train(source, ratings, tmp_path / "litgpt", *argv)
     monkeypatch.setattr(load, "litgpt_model", lambda hf: None)
     b = train(source, ratings, tmp_path / "transformers", *argv)
     losses = [[row["loss"] for row in run["rows"]] for run in (a, b)]
-    assert len(losses[0]) == 10 and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["olmo3", "mistral"])

@@ -318,7 +318,6 @@ def test_a_peft_folder_is_read_as_peft_computes_it(name, tmp_path):
 AGAIN = {
     "each layer of its scale": ("llama", dict(target_modules=["q_proj", "down_proj"], **SCALES)),
     "gpt2": ("gpt2", dict(target_modules=["c_attn", "c_proj"])),
-    "whole layers": ("llama", dict(modules_to_save=["lm_head", "norm"])),
     "a router": ("mixtral", dict(target_modules=["q_proj", "gate"])),
     "DoRA": ("llama", dict(use_dora=True)),
 }

@@ -12,7 +12,6 @@ from conftest import (
     checkpoint_tensors,
     killed,
     numbers,
-    ranks,
     train,
 )
 from tiny_models import GQA, made, ragged, refused, same_weights, with_adapters
@@ -82,16 +81,6 @@ def test_in_bf16_the_start_is_exact_too_and_training_goes_on(
     assert exported == {torch.float32}, "the source's"
 
 
-def test_two_ranks_are_one_process_to_rounding(llama, ratings, tmp_path):
-    # at 1e-2 AdamW's first steps made 3e-5 of a loss out of a product's rounding, once in fifty runs
-    argv = (*RUN, "--max_steps=3", "--lora.quantize=nf4", "--optim.lr=1e-3")
-    one = train(llama, ratings, tmp_path / "one", *argv)
-    two, *_ = ranks(2, lambda rank: train(llama, ratings, tmp_path / "two", *argv))
-    for a, b in zip(one["rows"], two["rows"]):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-
-
 def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
     gpt, batch = with_adapters(llama, Lora(rank=2)), pack(*ragged(2, 97, 0))
     quantize_base(gpt, "cpu")
@@ -116,7 +105,7 @@ EXPERTS = dict(moe_intermediate_size=64, num_experts=4, num_local_experts=4, n_r
 EXPERTS |= dict(num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "glm4_moe", "granitemoe", "ernie4_5_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
 def test_a_mixture_is_refused_because_its_experts_would_not_be_quantised(kind, tmp_path):
     sizes = dict(GQA, vocab_size=512, hidden_size=64, intermediate_size=64, num_attention_heads=4)
     made(transformers.CONFIG_MAPPING[kind](**sizes | EXPERTS), tmp_path)

