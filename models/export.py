@@ -49,24 +49,15 @@ def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
 
 
 def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
-    """Correct the types that config.json says. numbers_of: how many of the weights' numbers have each type.
-    A type that no weight has becomes the type of most numbers."""
+    """Correct the types that config.json says, also of a text or a vision model within it. numbers_of: how many of the
+    weights' numbers have each type. A type that no weight has becomes the type of most numbers."""
     names = [str(dtype).removeprefix("torch.") for dtype, _ in numbers_of.most_common()]
 
-    def correct(config: dict) -> bool:
-        """-> whether something has changed"""
-        has_changed = False
-        for key, value in config.items():
-            if isinstance(value, dict):  # of a text or a vision model
-                has_changed |= correct(value)
-            elif key in ("dtype", "torch_dtype") and value not in (None, *names):
-                config[key] = names[0]
-                has_changed = True
-        return has_changed
+    def correct(said: re.Match) -> str:
+        return said[0] if said[2] in names else f'{said[1]}"{names[0]}"'
 
-    config = read_json(file)
-    if correct(config):
-        write_config(file, config)
+    text = file.read_text()
+    file.write_text(re.sub(r'("(?:torch_)?dtype": )"(\w+)"', correct, text))
 
 
 def _say_template_in_config(file: Path, template: str) -> None:
@@ -155,14 +146,7 @@ def _write_weights(
     name_of = names_in_model(shell, types)
     if dtype:
         types = dict.fromkeys(types, dtype)
-    names = rows.keys() & set(name_of.values()) - dict(shell.named_buffers()).keys()
-    embedding = shell.get_input_embeddings()
-    modules = shell.named_modules()
-    tied = next(rows[f"{name}.weight"].name for name, m in modules if m is embedding)
-    # a tied head is not among the weights
-    trained = {name: rows[name].of(weights.get(rows[name].name, weights[tied])) for name in names}
-    weights.clear()
-    trained = revert_weight_conversion(shell, trained)  # the files have each expert apart
+    trained = _trained_weights(shell, rows, weights, Counter(name_of.values()))
     numbers_of: Counter = Counter()
     file_of = {}
     for file in weight_files(source.root):
@@ -170,11 +154,10 @@ def _write_weights(
         with safe_open(file, "pt") as stored:
             for name in stored.keys():
                 name_in_model = name_of.get(name, name)
-                key = name if name in trained else name_in_model
-                if key in trained:
-                    x = trained.pop(key)
-                else:  # a vision tower, layers that predict more tokens, constants
-                    x = stored.get_tensor(name)
+                keys = name_in_model, name, f"{shell.base_model_prefix}.{name}"
+                key = next((key for key in keys if key in trained), name)
+                # what is not ours: a vision tower, layers that predict more tokens, constants
+                x = trained.pop(key) if key in trained else stored.get_tensor(name)
                 if adapter := adapters.get(name_in_model.removesuffix(".weight")):
                     x = _with_adapter(x, adapter, rows[name_in_model].transposed)
                 part[name] = round_at_random(x, types.get(name, x.dtype), key, seed)
@@ -187,6 +170,28 @@ def _write_weights(
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
         write_config(out / "model.safetensors.index.json", index)
     return numbers_of
+
+
+def _trained_weights(
+    shell: transformers.PreTrainedModel,
+    rows: dict[str, Rows],
+    weights: dict[str, torch.Tensor],
+    n_parts_of: Counter,
+) -> dict[str, torch.Tensor]:
+    """Our weights by transformers' names, but each expert by its name in the files. n_parts_of: how many weights of the
+    files a weight of transformers' model joins. `weights` is empty afterwards."""
+    embedding = shell.get_input_embeddings()
+    name = next(name for name, module in shell.named_modules() if module is embedding)
+    embedding_VC = weights[rows[f"{name}.weight"].name]
+    trained = {}
+    joined = {}
+    for name in rows.keys() & n_parts_of.keys() - dict(shell.named_buffers()).keys():
+        # a tied head is not among the weights
+        x = rows[name].of(weights.get(rows[name].name, embedding_VC))
+        group = joined if n_parts_of[name] > 1 else trained
+        group[name] = x
+    weights.clear()
+    return trained | revert_weight_conversion(shell, joined)
 
 
 def _with_adapter(x: torch.Tensor, adapter: Adapter, transposed: bool) -> torch.Tensor:

@@ -273,6 +273,23 @@ def test_each_weight_goes_back_in_its_type_also_one_that_is_not_computed(name, t
     assert same(our_logits(tmp_path / "out"), our_logits(tmp_path / "in"))
 
 
+NAMES = [("gemma3", "language_model.model.", "model.language_model."), ("gpt2", "transformer.", "")]
+NAMES += [("llama", "model.", ""), ("mixtral", "model.", "")]
+
+
+@pytest.mark.parametrize("name, usual, other", NAMES)
+def test_an_export_has_the_names_of_its_source_also_where_they_are_not_the_usual_ones(
+    name, usual, other, tmp_path
+):
+    folder_of(name, tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    weights = {n.replace(usual, other, 1): x for n, x in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    gpt = load.load_model(tmp_path / "in")
+    export(Source(tmp_path / "in"), gpt.rows, gpt.unique_parameters(), tmp_path / "out")
+    assert same_weights(load_file(tmp_path / "out" / "model.safetensors"), weights)
+
+
 def test_runs_of_each_kind_go_out_to_a_process_without_our_code(ratings, tmp_path):
     """All weights and LoRA, two steps each: transformers computes what we do, PEFT's adapter too, and an export has the
     names, shapes and types of its source."""
