@@ -193,9 +193,6 @@ def user_error(setting: str | None, path: Path | str | None = None) -> Iterator[
 
 def run_cli(main: Callable[[], None]) -> None:
     """Run main() as a program. A known error is one line, and an error on one rank ends all ranks."""
-    if getattr(sys.stdout, "errors", None) == "strict":
-        # an answer may have letters that the terminal's encoding lacks
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main()
     except (Exception, KeyboardInterrupt) as e:

@@ -15,7 +15,8 @@ def program_hash(program: Path) -> str:
 
 
 def program_files(program: Path) -> set[Path]:
-    """The file and its own modules, also those that it imports within a function."""
+    """The file and its own modules, also those that it imports within a function. The standard library's modulefinder
+    fails if it meets a folder without __init__.py."""
     files = {program}
     new = [program]
     while new:
