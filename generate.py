@@ -8,6 +8,7 @@ How answers are sampled: sampler.py.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
@@ -19,7 +20,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
 from checks import sampling_faults
-from infra.console import BadInput, command_line, progress, run_cli, say
+from infra.console import BadInput, progress, run_cli, say
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
 from infra.parse import parse_command
@@ -251,7 +252,7 @@ def answer_file(model: AskedModel, args: Ask) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_command(Ask, __doc__, command_line()[1:] if argv is None else argv)
+    args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
     faults = sampling_faults(args)
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")

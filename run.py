@@ -45,7 +45,7 @@ from infra.checkpoint import (
     take_folder,
     unlock_folder,
 )
-from infra.console import BadInput, Interrupted, command_to, program_file, program_name, say
+from infra.console import BadInput, Interrupted, command_to, program_file, say
 from infra.devices import (
     Stop,
     all_reduce,
@@ -292,7 +292,7 @@ def setup(
     source = find_model(cfg.model)
     config = read_config(source).get_text_config()
     cfg = resolve(cfg, config)
-    program = program_name(objective)
+    program = program_file().name
     data = cfg.data
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     examples = load_splits(data, tokenizer, objective.record_kind, make_records)
@@ -326,7 +326,7 @@ def setup(
     reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)
 
     # a new run, or one that continues from a checkpoint
-    code = program_hash(program_file(objective))
+    code = program_hash(program_file())
     state = on_rank_0(fabric, lambda: begin_run(folder, checkpoint, cfg, hashes, code))
     stop = Stop()
     run = Run(

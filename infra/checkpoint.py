@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
-from infra.console import BadInput, command_line, say, user_error
+from infra.console import BadInput, program_file, say, user_error
 from infra.files import publish_folder, write_whole
 from infra.seeds import generator_of
 from infra.settings import (
@@ -130,7 +130,7 @@ def checkpoints_by_step(out: Path) -> dict[int, Path]:
 def run_folder(cfg: RunSettings) -> Path:
     """The run's own folder: out_dir, or a new one that is named by program and time."""
     now = datetime.now()
-    name = cfg.out_dir or f"out/{Path(command_line()[0]).stem}-{now:%Y%m%d-%H%M%S-%f}"
+    name = cfg.out_dir or f"out/{program_file().stem}-{now:%Y%m%d-%H%M%S-%f}"
     return Path(name).expanduser().resolve()
 
 

@@ -55,34 +55,21 @@ def rank() -> int:
     return int(os.environ.get(variables.get(launcher(), ""), 0))
 
 
-def in_cell() -> bool:
-    """Whether a cell of a notebook or an interactive Python calls main, and no file is the program."""
-    return hasattr(sys, "ps1") and not hasattr(sys.modules["__main__"], "__file__")
-
-
-def command_line() -> list[str]:
-    """The program's file and its arguments. In a cell sys.argv is the command that has started the kernel."""
-    return ["notebook"] if in_cell() else sys.argv
-
-
-def program_name(objective: object) -> str:
-    """The program's name, which a resume compares. A cell is in no file, so its objective's class is named."""
-    if in_cell():
-        return f"{type(objective).__name__} in a notebook"
-    return Path(sys.argv[0]).name
-
-
-def program_file(objective: object) -> Path:
-    """The file that was started. A cell is in no file: then the file of the objective's nearest class that has one."""
-    names = ["__main__", *(cls.__module__ for cls in type(objective).__mro__)]
-    files = [Path(getattr(sys.modules[name], "__file__", None) or "") for name in names]
-    return next(file.resolve() for file in files if file.is_file())
+def program_file() -> Path:
+    """The file that was started. Raises BadInput if there is none, because a resume could not tell whether the program
+    has changed."""
+    file = Path(sys.argv[0]).resolve()
+    in_cell = hasattr(sys, "ps1") and not hasattr(sys.modules["__main__"], "__file__")
+    if in_cell or not file.is_file():
+        raise BadInput(
+            "no file was started, as in a cell of a notebook: use !python kto.py ..., and write a program of your own "
+            "into a file (%%writefile mine.py)"
+        )
+    return file
 
 
 def command_to(words: list[str]) -> str:
     """The command that starts this program again with these arguments."""
-    if in_cell():
-        return f"main({words}), and with what else you gave it"
     return shlex.join(["python", sys.argv[0], *words])
 
 

@@ -18,7 +18,7 @@ import docstring_parser
 import jsonargparse
 import yaml
 
-from infra.console import BadInput, command_line, say, user_error
+from infra.console import BadInput, say, user_error
 from infra.settings import ROOT, Epochs, find_path, flatten, read_text
 
 
@@ -30,7 +30,7 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
     model stays, but its validation data and its checker do not. A run with --model or --config must name data.train.
     --help begins with the docstring of the objective's file, which may be a fork's. Raises BadInput.
     """
-    words = command_line()[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
     names = {word[2:].split("=")[0] for word in words if word.startswith("--")}
     defaults = {}
     if not {"model", "config"} & names:

@@ -9,6 +9,7 @@ command that trains on the thumbs. If the model is behind a server, use Open Web
 (docs/convert.md).
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from checks import sampling_faults
 from generate import AskedModel, read_prompts
-from infra.console import BadInput, command_line, run_cli, say
+from infra.console import BadInput, run_cli, say
 from infra.parse import parse_command
 from infra.settings import GREEDY, LocalPath, Sampling, idle_settings
 from rate.desk import Desk
@@ -48,7 +49,7 @@ class RateSettings(Sampling):
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_command(RateSettings, __doc__, command_line()[1:] if argv is None else argv)
+    args = parse_command(RateSettings, __doc__, sys.argv[1:] if argv is None else argv)
     faults = sampling_faults(args)
     faults += idle_settings(args, [(args.temperature == 0, "top_p", GREEDY)])
     file = Path(args.ratings).expanduser()

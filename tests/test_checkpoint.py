@@ -1,6 +1,5 @@
 """A run's folder: whose it is, what a resume compares, and which checkpoints stay."""
 
-import ast
 import errno
 import json
 import os
@@ -26,7 +25,6 @@ from conftest import (
 from safetensors.torch import load_file
 from tiny_models import gpt2_from_hf
 
-import kto
 from infra import checkpoint
 from infra.checkpoint import checkpoints_by_step
 from infra.console import BadInput, Failed
@@ -124,24 +122,12 @@ def test_the_commit_is_that_of_this_code_and_not_of_a_clone_around_it(tmp_path, 
     assert checkpoint.versions().startswith(f"commit {commit}, torch ")
 
 
-def test_a_cell_of_a_notebook_goes_on_with_what_it_prints_and_reads_no_argument_of_the_kernel(
-    tiny, ratings, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_cell_of_a_notebook_is_told_how_to_start_a_program(tiny, ratings, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    monkeypatch.setattr(sys, "argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
-    argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=8", "--max_steps=2"]
-    kto.main([*argv, "--stop_at=1"])
-    (printed,) = re.findall(r"continue with\n  main\((\[.*\])\)", capsys.readouterr().out)
-    (out,) = (tmp_path / "out").iterdir()
-    assert out.name.startswith("notebook-20") and str(out / "settings.yaml") in printed
-    Mine = type("Mine", (kto.KTO,), {})
-    fault = "^program: the run is one of KTO in a notebook, and this is Mine in a notebook$"
-    with pytest.raises(BadInput, match=fault):
-        kto.main(ast.literal_eval(printed), objective=Mine)
-    kto.main(ast.literal_eval(printed))
-    assert (out / "final").exists()
+    with pytest.raises(BadInput, match="^no file was started, .*: use !python kto.py"):
+        train(tiny, ratings, tmp_path / "run", *RUN)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, ratings):
