@@ -30,7 +30,7 @@ from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
 from infra.seeds import seed_for_forks
 from model import Scores
 from objective import Z, join_columns, on_cpu
-from packing import PackedBatch
+from packing import PackedBatch, pack
 from records.examples import Example
 from reference import precompute
 from run import Run
@@ -264,6 +264,16 @@ class Trainer:
         if not objective.needs_reference:
             return Scores(logps=None)
         return self.run.reference(packed, prompts, keeps_prompts, objective.by_token)
+
+    @torch.no_grad()
+    def score_under(self, micro: MicroBatch, prompts: list[np.ndarray]) -> torch.Tensor:
+        """The policy's log-probs, without gradient, of the micro-batch's completions after other prompts: (B, K), or
+        (B, K, L) by token. For a fork's micro_batch_loss. prompts: token ids, one array for each example.
+
+        Call it for fillers too, because the forward of a sharded model is a collective."""
+        completions = [example.completions for example in micro.examples]
+        packed = pack(prompts, completions, micro.step.longest)
+        return self.forward(packed.to(self.run.fabric.device)).logps
 
     def loss_and_backward(
         self,

@@ -73,6 +73,13 @@ HANDED = {
     "grpo": (online, {"objective": "GRPO", "settings": "Settings", "rate": "rate"}, ONLINE),
     "online_dpo": (online, {"objective": "OnlineDPO", "settings": "Settings", "rate": "rate"},
                    (*ONLINE, "--online.prompts_per_iteration=16")),
+    "oapl": (online, {"objective": "OAPL", "settings": "Settings", "rate": "rate"}, ONLINE),
+    "next_message": (
+        kto,
+        {"objective": "NextMessage", "settings": "Settings", "trainer": "WithNext",
+         "make_records": "without_thumb"},
+        ("--data.train={with_next}", "--data.val={with_next}", "--data.extra=next"),
+    ),
     "distill": (online, {"objective": "Distill", "settings": "Settings", "rate": "rate"},
                 (*ONLINE, "--reference={teacher}", "--kto.top_k=3")),
     "judge": (
@@ -115,9 +122,15 @@ def state(out: Path, step: int) -> dict:
 
 
 @pytest.fixture
-def places(judge_server, reward_folder, parity_ref):
-    """The server and the models that some of the examples ask."""
+def places(judge_server, reward_folder, parity_ref, tmp_path):
+    """The server and the models that some of the examples ask, and records with the user's next message."""
     PLACES.update(server=judge_server.url, reward=reward_folder, teacher=parity_ref)
+    records = map(json.loads, (ROOT / "demo" / "val.jsonl").read_text().splitlines()[:24])
+    said = [
+        r | {"next": "Thank you!" if r["label"] else f"No, {r['prompt'][6:9]}"} for r in records
+    ]
+    PLACES["with_next"] = tmp_path / "with_next.jsonl"
+    PLACES["with_next"].write_text("".join(json.dumps(r) + "\n" for r in said))
 
 
 @pytest.mark.parametrize("name", HANDED)
@@ -129,7 +142,7 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
     whole = train_example(name, tiny, data, tmp_path / "whole", *argv)
     if name == "grpo":
         assert any(row["clipped"] for row in whole["rows"]), "or the clamp is not tested"
-    elif HANDED[name][0] is online:
+    elif HANDED[name][0] is online or name == "next_message":
         assert len({row["loss"] for row in whole["rows"]}) > 3, "it learns from something"
     else:
         assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
@@ -161,11 +174,12 @@ def test_an_example_runs_where_it_lies_by_its_command(name, clone, tmp_path, pla
     command, *_ = re.findall(r'(python examples/.*?)(?:""")?$', text, re.M)
     command = command.replace("http://127.0.0.1:8000", PLACES["server"])
     command = command.replace("FOLDER", str(PLACES["reward"])).replace("TEACHER", "demo/base")
+    command = command.replace("FILE", str(PLACES["with_next"]))
     command += " --batch_size 4 --max_steps 3 --eval.prompts 4"
     if "online" in text:
         command += " --online.prompts_per_iteration 8"
     code, said, stderr = run(clone, tmp_path, command)
-    assert code == 0 and "held-out accuracy by the checker" in said, stderr
+    assert code == 0 and "exported to" in said, stderr
 
 
 def test_blocks_of_ones_own_resume_and_export_a_model_that_their_file_alone_loads(clone, tmp_path):

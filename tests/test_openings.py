@@ -1,15 +1,13 @@
-"""What only some papers need of the loop: log-probs of more tokens than the answer's own. Each example's steps equal a
-loop by hand in transformers, in float64."""
+"""What only some papers need: log-probs of more tokens than the answer's own, and of an answer under another
+prompt. Each example's steps equal a loop by hand in transformers, in float64."""
 
-import sys
-from importlib import import_module
+import math
 from itertools import chain
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, checkpoint_tensors, train
-from test_forks import HANDED
+from test_forks import places, saved, train_example  # noqa: F401
 from test_model import chunked, pair
 from test_optim import run_settings
 from tiny_models import ragged
@@ -17,13 +15,9 @@ from tiny_models import ragged
 import attention
 import kto
 from checks import check_settings
-from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput
 from packing import pack
 from trainer import Trainer
-
-sys.path.append(str(ROOT / "examples"))
-
 
 # ---- log-probs of more tokens --------------------------------------------------------------------
 
@@ -102,7 +96,13 @@ def plain(model, prompt, completion) -> torch.Tensor:
     return model(ids[None]).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
 
 
-def kl_by_hand(policy, reference, example):
+def of_tokens(model, prompt, completion) -> torch.Tensor:
+    """(L,) log-probs of the tokens of a completion."""
+    ids = torch.tensor(completion, dtype=torch.long)
+    return plain(model, prompt, completion).gather(1, ids[:, None])[:, 0]
+
+
+def distill(policy, reference, example, *_):
     (completion,) = example.completions
     logp_LV, ref_LV = (plain(m, example.prompt, completion) for m in (policy, reference))
     top = ref_LV.topk(3).indices
@@ -111,35 +111,61 @@ def kl_by_hand(policy, reference, example):
     return (p * (p / q).log()).sum() / len(completion)
 
 
-BY_HAND = {"distill": kl_by_hand}
+def oapl(policy, reference, example, answers, _):
+    (completion,) = example.completions
+    logratio = (of_tokens(m, example.prompt, completion).sum() for m in (policy, reference))
+    rights = [a.label for a in answers if a.prompt_key == example.prompt_key]
+    assert len(rights) == 4
+    value = 0.5 * math.log(sum(math.exp(right / 0.5) for right in rights) / 4)
+    return (0.05 * (next(logratio) - next(logratio)) - (example.label - value)) ** 2
 
 
+def next_message(policy, reference, example, _, tokenizer):
+    (completion,) = example.completions
+    text = f"(My next message will be: {example.extra['next']})\n{example.asked['prompt']}"
+    logp_L = of_tokens(policy, example.prompt, completion)
+    with_next_L = of_tokens(policy, tokenizer(text).input_ids, completion)
+    advantage_L = (with_next_L - logp_L).detach().clamp(-5, 5)
+    return -(advantage_L * logp_L).mean()
+
+
+# example: (the loss of an answer, whether the teacher is the reference)
+BY_HAND = {"distill": (distill, True), "oapl": (oapl, False), "next_message": (next_message, False)}
+
+
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("name", BY_HAND)
 def test_three_steps_of_an_example_are_those_of_a_loop_by_hand(
     name, tiny, parity_ref, ratings, tmp_path, monkeypatch
 ):
-    steps, real = [], Trainer.train_step
-    spied = lambda self, step, *rest: steps.append(step.examples) or real(self, step, *rest)  # noqa: E731
+    steps = []
+    real = Trainer.train_step
+
+    def spied(self, step, *rest):
+        steps.append(step.examples)
+        return real(self, step, *rest)
+
     monkeypatch.setattr(Trainer, "train_step", spied)
-    program, names, own = HANDED[name]
-    handed = {key: getattr(import_module(name), value) for key, value in names.items()}
-    own = [word.format(teacher=parity_ref) for word in own]
     argv = ("--precision=64-true", "--batch_size=4", "--micro_batch_size=3", "--max_steps=3", "--optim.lr=1e-3",
-            "--optim.schedule=constant", "--optim.clip=null", "--eval.samples=0", *own)  # fmt: skip
-    rows = train(tiny, ratings, tmp_path, *argv, program=program.__name__, **handed)["rows"]
+            "--optim.schedule=constant", "--optim.clip=null", "--eval.samples=0")  # fmt: skip
+    rows = train_example(name, tiny, ratings, tmp_path / "run", *argv)["rows"]
+    loss_of, has_teacher = BY_HAND[name]
 
     def loaded(folder):
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        dtype = torch.float64
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
-    policy, reference = loaded(tiny), loaded(parity_ref).requires_grad_(False)
+    policy = loaded(tiny)
+    reference = loaded(parity_ref if has_teacher else tiny).requires_grad_(False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
+    answers = list(chain(*steps))
     for examples, row in zip(steps, rows, strict=True):
-        loss = sum(BY_HAND[name](policy, reference, e) for e in examples) / len(examples)
+        losses = [loss_of(policy, reference, e, answers, tokenizer) for e in examples]
         optimizer.zero_grad()
-        loss.backward()
+        (sum(losses) / len(losses)).backward()
         optimizer.step()
-        assert row["loss"] == pytest.approx(loss.item(), abs=1e-9)
-    assert len(steps) == 3 and rows[0]["loss"] != pytest.approx(rows[2]["loss"], abs=1e-6)
-    ours = checkpoint_tensors(checkpoint_folder(tmp_path, 3), "weights")
-    embedding = ours["transformer.wte.weight"]
-    assert (embedding - policy.transformer.wte.weight).abs().max() < 1e-9
+        assert row["loss"] == pytest.approx(sum(losses).item() / len(losses), abs=1e-9)
+    assert len(steps) == 3 and any(rows[0]["loss"] != row["loss"] for row in rows)
+    ours = saved(tmp_path / "run", 3, "weights")["transformer.wte.weight"]
+    assert (ours - policy.transformer.wte.weight).abs().max() < 1e-9
