@@ -21,7 +21,6 @@ from model import GPT, Block
 from models.hub import (
     Rows,
     Source,
-    is_hub_id,
     mark_blocks,
     names_in_model,
     read_config,
@@ -34,7 +33,6 @@ from models.hub import (
 )
 from models.load import load_model, put_on
 from models.lora import Adapter, delta_of
-from records.sources import split_sources
 
 # ---- types of weights ----------------------------------------------------------------------------
 
@@ -71,16 +69,13 @@ def _say_template_in_config(file: Path, template: str) -> None:
 
 
 def make_card(checkpoint: Source, library: str | None) -> str:
-    """README.md of an exported checkpoint, for the Hub: the Hub ids of its model and data, if they have some, and the
-    settings. library: the library that loads the export."""
+    """README.md of an exported checkpoint, for the Hub: the Hub id of its model, if it has one, and the settings.
+    library: the library that loads the export."""
     settings = read_settings(checkpoint.folder)
     state = read_state(checkpoint.folder)
-    parts = split_sources(settings["data"]["train"])
-    names = [part.partition(":")[0] for part in parts]
     about = {
         "library_name": library,
         "base_model": root_id(checkpoint),
-        "datasets": list(dict.fromkeys(filter(is_hub_id, names))),
         "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
     }
     metadata = yaml.safe_dump({k: v for k, v in about.items() if v}, sort_keys=False)

@@ -80,8 +80,7 @@ def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers
         expected_T = plain_logps(model.eval(), *texts)
         hf = model.merge_and_unload()
     if is_tied:
-        embedding = hf.get_input_embeddings()
-        head = hf.get_output_embeddings()
+        head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
         if not torch.equal(head.weight, embedding.weight):
             raise BadInput(
                 f"{folder}: lm_head and the embedding differ with this adapter, but are one matrix in its "

@@ -12,7 +12,6 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-import yaml
 from conftest import PARITY, ROOT, checkpoint_tensors, killed, rows_of, start, started_ranks, train
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,6 @@ import evaluation
 from infra import checkpoint, files
 from infra.rounding import round_at_random
 from models import load
-from models.export import make_card
 from models.hub import find_model
 from records.tokenizer import Tokenizer
 
@@ -538,7 +536,7 @@ def test_an_export_has_the_template_of_its_run_wherever_a_program_looks(llama, r
         assert Tokenizer(find_model(str(folder))).template == own
 
 
-def test_a_card_names_its_model_and_data_by_their_ids_and_no_folder_of_this_machine(
+def test_a_card_names_its_model_by_its_id_and_no_folder_of_this_machine(
     lora, llama, ratings, tmp_path, monkeypatch
 ):
     """The Hub refuses a path as base_model, and a card without it is in no tree of models."""
@@ -552,20 +550,11 @@ def test_a_card_names_its_model_and_data_by_their_ids_and_no_folder_of_this_mach
         for name, library in libraries.items():
             card = huggingface_hub.ModelCard.load(folder / name / "README.md")
             assert (card.data.base_model, card.data.library_name) == (base, library)
-            assert card.data.tags == ["kto", "preference-tuning"] and card.data.datasets is None
+            assert card.data.tags == ["kto", "preference-tuning"]
             assert f"  train: {ratings.name}\n" in card.text
             assert f"out_dir: {folder.name}\n" in card.text
             for path in (tmp_path, llama, ratings):
                 assert str(path.parent) not in card.content
-
-    # of the data only what has an id on the Hub
-    step = run / "checkpoints" / "step-00000001"
-    settings = checkpoint.read_settings(step)
-    settings["data"]["train"] = f"org/liked:train,{ratings},org/liked:test,gsm"
-    (step / "settings.yaml").write_text(yaml.safe_dump(settings))
-    card = huggingface_hub.ModelCard(make_card(find_model(str(step)), None))
-    assert card.data.datasets == ["org/liked", "gsm"] and card.data.library_name is None
-    assert "train: org/liked:train,ratings.jsonl,org/liked:test,gsm\n" in card.text
 
 
 def test_others_may_read_an_export(lora):

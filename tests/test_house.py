@@ -107,7 +107,7 @@ BUDGETS = {
     "sweep.py": 650,
     "trainer.py": 3_050,  # the reference names the tokens of Objective.top_k
     "infra/": 13_750,  # the signs of a sick run (health.py)
-    "models/": 11_250,
+    "models/": 11_200,
     "records/": 12_850,
     "convert/": 10_170,
     "rate/": 2_200,
