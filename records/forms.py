@@ -50,7 +50,7 @@ ROLES |= {"human": "user", "observation": "tool"}
 ROLES |= dict.fromkeys(("gpt", "ai", "model", "bot"), "assistant")
 # made once: json.dumps would make it anew for each field
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
-# a list of messages as a text: JSON, as in a csv file, or as Python prints it
+# a list of messages as a text of JSON, as in a csv file, or as Python prints it, which is refused
 PRINTED = re.compile(r"""\s*\[\s*\{\s*(['"])(role|from|content|value)\1\s*:""")
 
 
@@ -168,17 +168,15 @@ def _extra_field(fields: dict, name: str) -> object:
 
 
 def _whole_prompt(prompt: Turns, history: list[dict], system: object) -> Turns:
-    """The prompt behind earlier turns and a system message. Raises BadInput, Missing."""
+    """The prompt behind a system message and earlier turns. Raises BadInput, Missing."""
     if prompt == []:
         raise Missing("prompt")
-    if history:
-        prompt = [*history, *as_turns(prompt)]
+    earlier = history
     if system:
-        turn = _message({"role": "system", "content": system}, "system")
-        prompt = [turn, *as_turns(prompt)]
-        if prompt[1]["role"] == "system":
+        earlier = [_message({"role": "system", "content": system}, "system"), *history]
+        if as_turns(prompt)[0]["role"] == "system":
             raise BadInput("system: the prompt begins with a system message, too")
-    return prompt
+    return [*earlier, *as_turns(prompt)] if earlier else prompt
 
 
 def _understand_form(fields: dict, kind: Kind) -> Record:
@@ -197,14 +195,12 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
     is_rated = "label" in fields
     if is_pair and is_rated:
         raise BadInput("record: both a rating and a pair: which one is meant?")
-    if is_pair and not has_prompt and _ends_before_an_answer(fields.get("messages")):
+    if is_pair and not has_prompt and "messages" in fields:
         fields["prompt"] = fields.pop("messages")  # LLaMA-Factory's dialogue of a pair
         has_prompt = True
     label = None
     rewards = (None, None)
     names: tuple[str, ...]
-    if kind == "paired" and is_rated and not is_pair:
-        raise BadInput("chosen: missing: this is one rated answer, which kto.py learns from")
     if kind == "paired" or (is_pair and kind == "rated"):
         names = ("chosen", "rejected")
         rewards = (
@@ -291,14 +287,15 @@ def is_place(source: object) -> bool:
 
 def refuse_half_characters(name: str, text: str) -> None:
     """Raise BadInput where a text has half of a surrogate pair. JSON can hold it, and tools that count
-    in UTF-16 write it where they cut a text in the middle of an emoji."""
+    in UTF-16 write it where they cut a text in the middle of an emoji. A byte of a csv file that is no UTF-8 is read as
+    such a half."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
         half = text[e.start]
         before = text[max(0, e.start - 20) : e.start]
         raise BadInput(
-            f"{name}: {half!r} is half of a character (of a surrogate pair); it stands after {before!r}"
+            f"{name}: {half!r} is half of a character, or no UTF-8; it stands after {before!r}"
         ) from None
 
 
@@ -321,9 +318,8 @@ def _earlier_turns(fields: dict) -> list[dict]:
     for pair in _parsed(fields, "history") or []:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise BadInput(f"history: expected pairs of a question and an answer, got {pair!r:.50}")
-        question, answer = pair
-        turns.append(_message({"role": "user", "content": question}, "history"))
-        turns.append(_message({"role": "assistant", "content": answer}, "history"))
+        for role, content in zip(("user", "assistant"), pair):
+            turns.append(_message({"role": role, "content": content}, "history"))
     return turns
 
 
@@ -340,13 +336,8 @@ def content_of(completion: str | dict) -> str | None:
 def _text_or_messages(fields: dict, name: str) -> Turns:
     """A text, or a list of messages (one message alone is a list of one)."""
     value = _take(fields, name)
-    printed = PRINTED.match(value) if isinstance(value, str) else None
-    if printed:
-        if printed[1] == "'":
-            raise BadInput(
-                f"{name}: messages as Python prints them; write JSON there, or a .jsonl or .parquet file"
-            )
-        with user_error(name):
+    if isinstance(value, str) and PRINTED.match(value):
+        with user_error(name, "messages as a text of JSON"):
             messages = json.loads(value, object_pairs_hook=unique_keys)
         # a text of another JSON is a text
         value = messages if all(map(is_message, messages)) else value
@@ -360,13 +351,6 @@ def is_message(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     return value.keys() >= {"role", "content"} or value.keys() >= {"from", "value"}
-
-
-def _ends_before_an_answer(messages: object) -> bool:
-    """Whether these are messages, and the last one is not the assistant's."""
-    if not isinstance(messages, list) or not messages:
-        return False
-    return _message(messages[-1], "messages")["role"] != "assistant"
 
 
 def _message(value: object, name: str) -> dict:

@@ -105,6 +105,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
 def read_csv(source: str, path: Path, counts: Counter) -> Iterator[tuple[int, dict]]:
     """As read_records. No library that guesses types is used, because it would read 01 as 1 and drop NA."""
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a long document
+    # understand_record refuses what is no UTF-8, and names its line, which a decoder does not know
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         # spreadsheets of some countries write semicolons
         delimiter = max(",;\t", key=file.readline().count)
@@ -118,8 +119,6 @@ def read_csv(source: str, path: Path, counts: Counter) -> Iterator[tuple[int, di
                     raise ValueError("more cells than columns")
                 if missing:  # some tools do not write the empty cells at the end
                     counts["rows of a csv file with too few cells, the others read as empty"] += 1
-                # decoded per row, because a decoder of the file knows no line
-                "\n".join(names + cells).encode(errors="surrogateescape").decode()
                 yield rows.line_num, unique_keys(list(zip(names, cells + [""] * missing)))
         except (csv.Error, ValueError) as e:
             raise BadInput(f"{source}:{rows.line_num}: {e}") from None
@@ -147,13 +146,8 @@ def read_table(source: str) -> Iterator[tuple[int, dict]]:
     """(number, record) for each row of a table. The record equals one from a line of JSON, as far as the
     table knows it. Raises BadInput."""
     features, rows = open_table(source)
-    number = 0
-    try:
-        for row in rows:
-            number += 1
-            yield number, {column: as_in_json(x, features[column]) for column, x in row.items()}
-    except UnicodeDecodeError as e:
-        raise BadInput(f"{source}:{number + 1}: {e}") from None
+    for number, row in enumerate(rows, 1):
+        yield number, {column: as_in_json(x, features[column]) for column, x in row.items()}
 
 
 def as_in_json(value: object, feature: object) -> object:
@@ -229,7 +223,6 @@ def open_parquet(path: Path) -> tuple[dict, Iterator[dict]]:
 
     def rows() -> Iterator[dict]:
         for batch in file.iter_batches(1000):
-            for i in range(batch.num_rows):  # one by one: a row that is no Unicode has its number
-                yield batch.slice(i, 1).to_pylist()[0]
+            yield from batch.to_pylist()
 
     return datasets.Features.from_arrow_schema(file.schema_arrow), rows()

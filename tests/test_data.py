@@ -276,7 +276,7 @@ def test_messages_are_the_same_ids_however_a_file_holds_them(tmp_path):
     assert read_as(parts) == read_as(json.dumps) == right
     for wrong, reason in (
         (lambda turns: parts(turns, "image"), "expected a string, or messages with a known role"),
-        (str, "messages as Python prints them"),
+        (str, "messages as a text of JSON: Expecting"),
     ):
         with pytest.raises(BadInput, match=f":1: completion: {reason}"):
             read_as(wrong)

@@ -303,12 +303,19 @@ def test_a_csv_cell_is_text_and_the_text_of_a_label_or_number_is_read(tmp_path):
 def test_a_row_of_a_csv_file_with_too_few_cells_has_empty_ones_and_is_counted(tmp_path):
     """Python's csv module reads such a row, and some tools leave out the empty cells at the end."""
     path = tmp_path / "d.csv"
-    path.write_text("prompt,completion,label,system,tools\np,c,1\nq,d,0,s,\nr,e,1,,\n")
+    path.write_text("prompt,completion,label,system,tools\np,c,1\nq,d,0,s,\n")
     counts = Counter()
     records = [raw for _, raw in read_records(str(path), counts)]
     assert records[0] == {"prompt": "p", "completion": "c", "label": "1", "system": "", "tools": ""}
-    assert [understand_record(x, "rated").label for x in records] == [True, False, True]
+    assert [understand_record(x, "rated").label for x in records] == [True, False]
     assert counts == {"rows of a csv file with too few cells, the others read as empty": 1}
+
+
+def test_a_csv_file_that_is_no_utf_8_is_refused_by_its_field(tmp_path):
+    (tmp_path / "d.csv").write_bytes(b"prompt,completion,label\np,caf\xe9,1\n")
+    (raw,) = raw_records(tmp_path / "d.csv")
+    with pytest.raises(BadInput, match="^completion: .*half of a character, or no UTF-8; .*caf"):
+        understand_record(raw, "rated")
 
 
 @pytest.mark.parametrize(
@@ -318,11 +325,6 @@ def test_a_row_of_a_csv_file_with_too_few_cells_has_empty_ones_and_is_counted(tm
         ("prompt,completion,label,label\na,b,1,0\n", ":2: label: given twice"),
         ('prompt,completion,label\n"a,b,1\n', ":2: unexpected end of data"),
         ('"prompt,completion\n', ":1: unexpected end of data"),
-        (
-            "prompt,completion,label\na,b,1\nc,\udcff,1\n",
-            ":3: 'utf-8' codec can't decode byte 0xff",
-        ),
-        ("prompt,\udcff\na,b\n", ":2: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_a_csv_whose_columns_do_not_fit_is_refused(tmp_path, text, reason):
