@@ -107,6 +107,17 @@ def test_the_second_click_of_a_double_click_neither_withdraws_a_thumb_nor_rates_
     assert play(steps) == [{"answer 1": False}]
 
 
+def test_thumbs_are_drawn_because_a_system_may_have_no_font_with_these_characters(play):
+    steps = """
+    await say("one");
+    for (const node of document.querySelectorAll(".drawn")) {
+      const drawing = getComputedStyle(node, "::before");
+      found.push([node.textContent, getComputedStyle(node).fontSize, drawing.width, drawing.clipPath.slice(0, 4)]);
+    }
+    """
+    assert play(steps) == [[thumb, "0px", "24px", "path"] for thumb in "👍👎👍👎"]
+
+
 def test_a_long_answer_is_scrolled_by_the_arrows_and_stays_where_its_reader_is(play):
     steps = """
     const lines = "a line\\n".repeat(200);
