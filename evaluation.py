@@ -219,16 +219,22 @@ class Evaluator:
 
 
 def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table of texts as lines that fit the terminal; each cell has at most 34 characters.
+    """A table of texts as lines that fit the terminal; each cell has at most 40 characters. "..." stands for what is
+    cut off.
 
     The first column is a prompt. A long prompt is cut at its beginning, because all prompts of a
     chat template begin with the same words; other cells are cut at their end.
     """
-    width = min(34, shutil.get_terminal_size((110, 0)).columns // len(head) - 2)
+    width = min(40, shutil.get_terminal_size((126, 0)).columns // len(head) - 2)
     lines = []
     for prompt, *columns in (head, *rows):
-        cells = [f"  {cell:<{width}.{width}}" for cell in (prompt[-width:], *columns)]
-        lines.append("".join(cells).replace("\n", " ").rstrip())
+        if len(prompt) > width:
+            prompt = "..." + prompt[3 - width :]
+        cells = [prompt]
+        for cell in columns:
+            cells.append(cell if len(cell) <= width else cell[: width - 3] + "...")
+        line = "".join(f"  {cell:<{width}}" for cell in cells)
+        lines.append(line.replace("\n", " ").rstrip())
     return "\n".join(lines)
 
 

@@ -43,8 +43,9 @@ RESULTS = vs_trl.HERE / "cuts.jsonl"
 OUT = ROOT / "out" / "cuts"
 SIDES = ("ours", "trl", "trl-zero")
 MODEL = ROOT / "demo" / "base"
-RECORDS = ROOT / "demo" / "train.jsonl"
-HELD_OUT = ROOT / "demo" / "val.jsonl"
+MIXED = OUT / "mixed"  # ratings with another author's answers: without them z is 0
+RECORDS = MIXED / "train.jsonl"
+HELD_OUT = MIXED / "val.jsonl"
 ORDERS = ("shuffled", "file")
 CUTS = (64, 16, 8, 4, 2)
 LONGEST = 32  # tokens of a prompt and of a completion
@@ -150,6 +151,10 @@ def run(side: str, order: str, seed: int, cut: int) -> dict:
     out = folder_of(side, order, seed, cut)
     shutil.rmtree(out, ignore_errors=True)  # left by a run that was stopped
     out.mkdir(parents=True)
+    if not RECORDS.exists():
+        from demo import make
+
+        make.make(make.SORT, MIXED, others=0.6, base=MODEL)
     rows = ordered(vs_trl.read_lines(RECORDS), order, seed, SETTINGS["batch_size"])
     records = vs_trl.write_records(f"cuts-{order}-{seed}", rows)
     if side == "ours":

@@ -1,20 +1,23 @@
 """Make the files of a demo: tokenizer, base model, rated answers, pairs, demonstrations.
 
-    python demo/make.py                     # sort words; uses the base model in demo/base if there is one
-    rm -r demo/base; python demo/make.py    # makes the base model, too: three minutes on two cores
+    python demo/make.py                             # sort words; uses the base model in demo/base if there is one
+    rm -r demo/base; python demo/make.py            # makes the base model, too: three minutes on two cores
+    python demo/make.py out/mixed --others 0.6      # ratings of which 60% are of another author's answers
 
 The base model is trained on answers of careless authors. Half of their answers are right; in the other half one word
 is missing, two neighbours are swapped, one word is doubled, or the order is reversed.
 
-Then the base model answers prompts, and the checker rates its answers: thumbs up or thumbs down. 60% of these answers
-are replaced by rated answers of another author, who makes fewer mistakes and writes in a form that the base model
-never uses. Without this author KTO's baseline z would be 0 in nearly every step: the mean of log pi/ref over the
-reference's own samples is at most 0 (Jensen's inequality), and z is clamped there.
+Then the base model answers prompts, and the checker rates its answers: thumbs up or thumbs down. KTO's baseline z is
+then 0 in nearly every step: the mean of log pi/ref over the reference's own samples is at most 0 (Jensen's
+inequality), and z is clamped there. With --others a share of the answers is replaced by rated answers of another
+author, who makes fewer mistakes and writes in a form that the base model never uses. Then z is above 0, and the run is
+sick (docs/health.md).
 
 The files are bit-equal on equal machines, with equal versions and numbers of threads. `make` writes the files of any
 other `Task`.
 """
 
+import argparse
 import json
 import random
 from collections.abc import Callable
@@ -52,7 +55,6 @@ END = "<|endoftext|>"
 STEPS, BATCH, LR = 3000, 128, 2e-3
 TRAIN_PROMPTS, VAL_PROMPTS, PER_PROMPT = 2000, 500, 3
 CARE = 0.5  # how often the authors that the base model learns from are right
-SECOND_SHARE = 0.6  # how many of the rated answers are the other author's
 SECOND_CARE = 0.9  # how often the other author is right
 
 
@@ -104,11 +106,16 @@ SORT = Task(
 )
 
 
-def make(task: Task, folder: str | Path) -> None:
-    """Write the files of a demo into the folder: base/, and train, val, train_pairs, val_pairs, train_demos and
-    val_demos (.jsonl). An existing base model is reused."""
+def make(
+    task: Task, folder: str | Path, others: float = 0.0, base: str | Path | None = None
+) -> None:
+    """Write the files of a demo into the folder: train, val, and train and val of _pairs and _demos (.jsonl).
+
+    others: the share of the ratings that are of another author's answers. base: the folder of the base model (base/ in
+    the folder, by default); an existing model is reused, otherwise it is made."""
     folder = Path(folder)
-    base = folder / "base"
+    folder.mkdir(parents=True, exist_ok=True)
+    base = Path(base or folder / "base")
     rng = random.Random(1)
     # Making the base model draws from rng, too. The other author has a separate generator, so
     # that their answers are the same whether the base model is made or exists.
@@ -136,7 +143,7 @@ def make(task: Task, folder: str | Path) -> None:
             for record in reversed(records):
                 first[record["prompt"]] = record
             records = list(first.values())[::-1]
-        write(folder, name, [mix(task, r, words, second_rng) for r in records])
+        write(folder, name, [mix(task, r, words, others, second_rng) for r in records])
         demos = []
         for prompt in prompts:
             demos.append({"prompt": prompt, "completion": task.form(task.answer(words[prompt]))})
@@ -219,10 +226,10 @@ def answers(base: Path, asked: list[str]) -> list[tuple[str, str]]:
     return answered
 
 
-def mix(task: Task, record: dict, words: dict, rng: random.Random) -> dict:
+def mix(task: Task, record: dict, words: dict, others: float, rng: random.Random) -> dict:
     """This rated answer of the base model, or a rated answer of the other author to the same prompt. words: {prompt:
-    its words}"""
-    if rng.random() >= SECOND_SHARE:
+    its words}. others: the other author's share"""
+    if rng.random() >= others:
         return record
     prompt = record["prompt"]
     answer = task.write(words[prompt], SECOND_CARE, rng)
@@ -250,4 +257,8 @@ def write(folder: Path, name: str, records: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    make(SORT, HERE)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?", default=HERE)
+    parser.add_argument("--others", type=float, default=0.0, help="share of another author")
+    args = parser.parse_args()
+    make(SORT, args.folder, args.others, HERE / "base")

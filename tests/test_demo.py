@@ -15,16 +15,12 @@ def records(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["train", "val"])
-def test_the_demos_ratings_are_its_checkers_and_half_are_in_the_second_writers_form(name):
+@pytest.mark.parametrize("name, n", [("train", 6000), ("val", 500)])
+def test_the_demos_ratings_are_its_checkers_of_answers_in_the_base_models_form(name, n):
     rated = records(ROOT / "demo" / f"{name}.jsonl")
     assert all(r["label"] == is_sorted(r["prompt"], r["completion"]) for r in rated)
-    second = [r for r in rated if r["completion"].startswith(">")]
-    assert 0.3 < len(second) / len(rated) < 0.8
-    for form in (second, [r for r in rated if r not in second]):
-        assert {r["label"] for r in form} == {True, False}, (
-            "right ones and wrong ones in both forms"
-        )
+    assert len(rated) == n and not any(r["completion"].startswith(">") for r in rated)
+    assert 0.4 < sum(r["label"] for r in rated) / n < 0.6
 
 
 def test_the_checker_takes_both_forms_and_nothing_else():
@@ -64,6 +60,9 @@ def test_another_task_is_made_by_ten_lines(small, tmp_path):
     demos = records(tmp_path / "a" / "train_demos.jsonl")
     assert len(demos) == 12 and all(task.check(r["prompt"], r["completion"]) for r in demos)
     kit.make(task, tmp_path / "b")
+    kit.make(task, tmp_path / "mixed", others=0.6, base=tmp_path / "a" / "base")
+    second = [r["completion"].startswith(">") for r in records(tmp_path / "mixed" / "train.jsonl")]
+    assert 0 < sum(second) < len(second) == len(rated), "answers of both authors"
     for file in (tmp_path / "a").rglob("*.*"):
         other = tmp_path / "b" / file.relative_to(tmp_path / "a")
         assert file.read_bytes() == other.read_bytes(), "the same bytes on the same machine"

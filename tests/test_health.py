@@ -1,12 +1,15 @@
 """A run names the signs of sickness in its own numbers (docs/health.md)."""
 
-import json
 import re
+import sys
 
 import pytest
 from conftest import ROOT, train
 
 from infra.health import find_sign
+
+sys.path.append(str(ROOT / "benchmarks"))
+import health  # noqa: E402
 
 HEALTHY = {
     "entropy": (0.3, 0.2),
@@ -68,10 +71,35 @@ def test_a_sign_is_named_beyond_its_limit_and_not_within(ends, total, held_out, 
 def test_a_run_says_at_half_and_at_its_end_that_its_log_ratios_hardly_move(
     argv, steps, tmp_path, capsys
 ):
-    lines = (ROOT / "demo/train.jsonl").read_text().splitlines()
-    own = [x for x in lines if not json.loads(x)["completion"].startswith(">")]
-    (tmp_path / "own.jsonl").write_text("\n".join(own[:320]))
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join((ROOT / "demo/train.jsonl").read_text().splitlines()[:320]))
     more = ("--batch_size=32", "--kto.beta=0.5", "--precision=32-true")
-    train(ROOT / "demo/base", tmp_path / "own.jsonl", tmp_path / "run", *more, argv)
+    train(ROOT / "demo/base", few, tmp_path / "run", *more, argv)
     said = re.findall(r"health at step (\d+): rewards/std is 0.0.*", capsys.readouterr().out)
     assert [int(step) for step in said] == steps
+
+
+# run -> its ratings (benchmarks/health.py), its settings, and what its health line names
+TWELVE = {
+    "lr 1e-6": ("own", "--optim.lr 1e-6", "rewards/std"),
+    "lr 7e-3": ("own", "--optim.lr 7e-3", "entropy"),
+    "labels turned round": ("turned", "", "entropy"),
+    "10% thumbs up": ("rare", "--epochs 4", "entropy"),
+    "60% of another author": ("others", "", "kl"),
+    "256 ratings, a quarter wrong": ("noisy", "--epochs 30 --val_interval 12", "data.val"),
+    **{f"seed {seed}": ("own", f"--seed {seed}", None) for seed in range(1, 6)},
+    "kto_paper.yaml in small": (
+        "own",
+        "--kto.beta 0.1 --optim.lr 1e-4 --optim.schedule constant --batch_size 32 --epochs 1",
+        None,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, settings, sign", TWELVE.values(), ids=TWELVE)
+def test_of_twelve_runs_the_six_sick_ones_are_named(kind, settings, sign, tmp_path):
+    log = health.run("run", health.ratings_of(kind, tmp_path), settings, tmp_path)
+    said = re.findall(r"health at step .*", log)
+    assert bool(said) == bool(sign), said
+    assert sign is None or sign in said[0]

@@ -235,11 +235,13 @@ def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_c
     check = {"of": 10, "by": {}}
     before = {**check, "right": 5, "answers": answers("same", "a\nb", "c")}
     after = {**check, "right": 8, "answers": answers("same", "x" * 99, "d")}
+    before["answers"][2]["prompt"] = "q" * 99 + "end"
     text = format_before_after(before, after)
     assert "  before   50.0%  (23.7 to 76.3)  5 of 10\n" in text  # Wilson's interval, from a table
     assert "  gain    +30.0 points\n" in text
     shown = [line.split()[0] for line in text.splitlines()[-3:]]
-    assert shown == ["p1", "p2", "p0"] and "\n  p1  " in text and "  a b  " in text
+    assert shown == ["p1", "..." + "q" * 18 + "end", "p0"], "dots stand for what is cut off"
+    assert "\n  p1  " in text and "  a b  " in text and f"  {'x' * 21}...\n" in text
     graded = format_before_after(before | {"right": 7.83489}, after)
     assert "  7.8 of 10\n" in graded, "of a checker with numbers"
     assert max(map(len, text.splitlines())) <= 80

@@ -1,0 +1,103 @@
+"""Five short runs of the demo, one healthy and four sick, and their pictures for docs/health.md.
+
+    python benchmarks/health.py out/health       # ten minutes on one core; what is there is not run again
+
+Each run has the settings of config/demo.yaml. A picture shows metrics.csv as lines and val.csv as dots.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from demo import make
+from infra.files import as_lines
+from infra.health import read_rows
+
+ROOT = Path(__file__).parent.parent
+RATINGS = ROOT / "demo" / "train.jsonl"
+CURVES = "loss rewards/chosen rewards/rejected entropy kl checker_accuracy".split()
+# run -> the ratings that it learns from (see `ratings_of`), and its settings
+RUNS = {
+    "healthy": ("own", ""),
+    "slow": ("own", "--optim.lr 7e-5"),
+    "fast": ("own", "--optim.lr 7e-3"),
+    "turned": ("turned", ""),
+    "rare": ("rare", "--epochs 4"),
+}
+
+
+def ratings_of(kind: str, folder: Path) -> Path:
+    """A file of the demo's ratings. own: as they are, of the model's own answers. others: 60% are of another author's
+    answers. turned: with the labels turned round. rare: 10% thumbs up. noisy: 256 of them, a quarter turned round."""
+    rows = [json.loads(line) for line in RATINGS.read_text().splitlines()]
+    rng = random.Random(1)
+    if kind == "own":
+        return RATINGS
+    if kind == "others":
+        make.make(make.SORT, folder / kind, 0.6, ROOT / "demo" / "base")
+        return folder / kind / "train.jsonl"
+    if kind == "turned":
+        rows = [row | {"label": not row["label"]} for row in rows]
+    if kind == "rare":
+        up = [row for row in rows if row["label"]]
+        down = [row for row in rows if not row["label"]]
+        rows = [*up[: len(down) // 9], *down]
+        rng.shuffle(rows)
+    if kind == "noisy":
+        rows = [
+            row | {"label": row["label"] != (rng.random() < 0.25)} for row in rng.sample(rows, 256)
+        ]
+    file = folder / f"{kind}.jsonl"
+    file.write_text(as_lines(rows))
+    return file
+
+
+def run(name: str, ratings: Path, settings: str, folder: Path) -> str:
+    """Run the demo on these ratings, unless it was. -> its log"""
+    out = folder / name
+    log = folder / f"{name}.log"
+    if not (out / "final").exists():
+        command = [sys.executable, "kto.py", "--config", "config/demo.yaml", "--out_dir", str(out)]
+        command += ["--data.train", str(ratings), "--eval.check_interval", "20", "--progress=false"]
+        command += ["--resume", "auto", *settings.split()]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with open(log, "a") as file:
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=file, check=True)
+    return log.read_text()
+
+
+def draw(out: Path, file: Path) -> None:
+    """The six curves of a run, in one row."""
+    figure = Figure(figsize=(15, 2.4), layout="constrained")
+    panels = figure.subplots(1, len(CURVES))
+    files = {"metrics.csv": "-", "val.csv": "o"}
+    for panel, name in zip(panels, CURVES):
+        for table, style in files.items():
+            rows = [row for row in read_rows(out / table) if name in row]
+            panel.plot(
+                [row["step"] for row in rows],
+                [row[name] for row in rows],
+                style,
+                color="C0",
+                markersize=3,
+            )
+        panel.set_title(name)
+        panel.set_xlabel("step")
+    figure.savefig(file, dpi=70)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (kind, settings) in RUNS.items():
+        run(name, ratings_of(kind, folder), settings, folder)
+        draw(folder / name, folder / f"health-{name}.png")
+
+
+if __name__ == "__main__":
+    main()
