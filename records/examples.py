@@ -6,7 +6,7 @@ training; the splits of the data and their tables (load_splits); the hash of the
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -91,7 +91,7 @@ def load_examples(
         for file in files_of(name):
             examples += load_file(file, tokenizer, kind, data, counts, make_records)
         if len(examples) == before:
-            raise BadInput(f"{name}: no records")
+            raise BadInput(f"{name}: no records; {as_words(counts)}".removesuffix("; "))
     if kind == "prompts":
         examples = distinct_questions(examples)
     return examples, counts
@@ -145,9 +145,6 @@ def load_file(
         wording = wording_of(record, by_template, example.prompt_key)
         example = example._replace(wording=wording, asked=asked)
         examples += learned_from(example, kind, counts)
-    if counts[EQUAL_PAIRS] and not examples:
-        after = " after data.max_completion" if counts[COMPLETIONS_CUT] else ""
-        raise BadInput(f"{file}: no records: all {len(records):,} pairs are equal pairs{after}")
     return examples
 
 
@@ -435,7 +432,7 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
         "contradictions": n_distinct_with_label - n_distinct,
         **counts,
     }
-    say("  " + ", ".join(f"{n:,} {what}" for what, n in numbers.items()))
+    say("  " + as_words(numbers))
     if name == "train" and up and down:
         weight_up, weight_down = class_weights(examples)
         say(
@@ -444,6 +441,10 @@ def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) ->
         )
     elif name == "train" and (up or down):
         say(f"  no thumbs {'down' if up else 'up'}: KTO is made for both")
+
+
+def as_words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n:,} {what}" for what, n in counts.items())
 
 
 def class_weights(examples: list[Example]) -> tuple[float, float]:
