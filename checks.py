@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,6 @@ from infra.settings import (
     split_commas,
 )
 from model import Scores
-from models.hub import context_of, find_model, read_config
 from objective import Objective, Z
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_sources
@@ -48,8 +47,6 @@ def check_objective(objective: Objective) -> None:
         hook = getattr(Objective, name, None)
         if not hasattr(Objective, name):  # python -OO leaves None as __doc__
             like = get_close_matches(name, dir(Objective), 1, cutoff=0.85)
-            if name in OLD_NAMES:
-                like = [OLD_NAMES[name]]
             if like:
                 raise BadInput(f"{kind}.{name}: not known: did you mean {like[0]}?")
         elif inspect.isfunction(hook):
@@ -65,8 +62,6 @@ def check_objective(objective: Objective) -> None:
             raise BadInput(f"{kind}.{name}: nothing trains or saves it: make it in make_module")
 
 
-# of earlier versions: a fork that has them would silently be another algorithm
-OLD_NAMES = {"baseline": "make_z", "records": "record_kind", "reduce": "reduce_tokens"}
 # attributes that a subclass of Objective may set
 ATTRIBUTES = (
     "record_kind",
@@ -131,33 +126,20 @@ def check_files(data: Data) -> None:
 
 def check_examples(
     cfg: RunSettings,
-    config: PretrainedConfig,
+    configs: dict[str, PretrainedConfig],
+    context: int,
     objective: Objective,
     examples: dict[str, list[Example]],
 ) -> None:
-    """Refuse records that do not fit the models or the settings. config: the model's text config."""
-    configs = {"model": config}
-    if cfg.reference:
-        configs["reference"] = read_config(find_model(cfg.reference, "reference")).get_text_config()
-    for name, of_model in configs.items():
-        check_tokens(chain(*examples.values()), of_model.vocab_size, getattr(cfg, name))
-    contexts = {name: context_of(of_model) for name, of_model in configs.items()}
-    check_limits(cfg, examples, contexts, objective.needs_mismatched_pairs)
+    """Refuse records that do not fit the models or the settings. configs: text configs of the model and of the
+    reference, by their names. context: the smallest of theirs."""
+    for name, config in configs.items():
+        check_tokens(chain(*examples.values()), config.vocab_size, name)
+    check_sampling(cfg, examples, context, objective.needs_mismatched_pairs)
     if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
         steps_per_epoch(cfg, len(examples["train"]))
     check_shares(cfg.data.split, examples)
-    if cfg.keep_best and not examples["val"]:
-        raise BadInput(
-            "keep_best: data.val: no examples: give data.val or data.split, or --keep_best null"
-        )
-    # each of their iterations ends with a check
-    has_iterations = objective.record_kind in ("demonstrations", "prompts")
-    if cfg.keep_best in CHECKER_COLUMNS and cfg.eval.check_interval is None and not has_iterations:
-        raise BadInput(
-            f"keep_best: {cfg.keep_best}: computed at the end alone, where it chooses nothing: give "
-            "eval.check_interval, too, such as '1 epochs'"
-        )
 
 
 def check_shares(split: str | None, examples: dict[str, list[Example]]) -> None:
@@ -182,6 +164,9 @@ def idle_rules(
     kind = objective.record_kind
     has_both = kind in ("rated", "paired")
     is_checked = has_checker and bool(val or test)
+    # each iteration of spin.py and online.py ends with a check
+    checks_once = cfg.eval.check_interval is None and kind not in ("demonstrations", "prompts")
+    is_of_checks = cfg.keep_best in CHECKER_COLUMNS
     is_sampled = is_checked or bool(val and cfg.eval.samples)
     rates_by_checker = kind == "prompts"  # online.py
     rated = kind == "rated"
@@ -192,7 +177,12 @@ def idle_rules(
     return [
         *cfg.idle_rules(),
         *tokenizer.idle_rules(tokenizer.has_rendered, "data."),
-        (not val, "val_interval eval.samples", "no records are held out"),
+        (not val, "val_interval eval.samples keep_best", "no records are held out"),
+        (
+            is_of_checks and checks_once,
+            "keep_best",
+            "of the end alone: give eval.check_interval, too",
+        ),
         (not (has_checker and val), "eval.check_interval", "no answers are checked"),
         (not is_checked, "eval.prompts", "no answers are checked"),
         (not is_checked and not rates_by_checker, "eval.check", "no records are held out"),
@@ -218,51 +208,34 @@ def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> No
             )
 
 
-def check_limits(
-    cfg: RunSettings,
-    examples: dict[str, list[Example]],
-    contexts: dict[str, int],
-    mismatched_pairs: bool,
+def check_sampling(
+    cfg: RunSettings, examples: dict[str, list[Example]], context: int, mismatched_pairs: bool
 ) -> None:
-    """Refuse lengths that would exceed a context only after hours of sampling, such as an answer that is to be
-    scored with another prompt. Print a line if answers will merely end early.
+    """Refuse answers that could not be scored after hours of sampling, because a mismatched pair has one of them after
+    a longer prompt. Where answers will merely end early, print a line.
 
-    contexts: of the model, and of the reference if that is another model, in tokens. mismatched_pairs: any
-    prompt may be scored with any completion. Raises BadInput."""
+    context: the smallest of the model's and the reference's, in tokens. mismatched_pairs: any prompt may be scored
+    with any completion.
+    Raises BadInput."""
     faults = []
     # the groups of settings that say how answers are sampled: eval, and online or spin
     samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
     for name, args in samplers.items():
-        new = args.max_new_tokens or cfg.data.max_completion
         faults += sampling_faults(args, f"{name}.")
-        split = "val" if name == "eval" else "train"
-        prompts = [len(e.prompt) for e in examples[split]]
-        is_scored = name != "eval" and mismatched_pairs
-        context = min(contexts.values()) if is_scored else contexts["model"]
-        longest = max(prompts, default=0)
-        if prompts and longest + new > context:
-            lengths = (
-                f"{name}.max_new_tokens: {new} after the longest prompt, {longest} tokens, exceed the "
-                f"context of {context}"
-            )
-            if is_scored:
-                faults.append(
-                    f"{lengths}, and mismatched pairs may have both; at most {context - longest}"
-                )
-            else:
-                say(f"{lengths}: answers to long prompts end there")
-    # the records are cut to the model's own context
-    if "reference" in contexts:
-        all_examples = sum(examples.values(), [])
-        prompts = [len(e.prompt) for e in all_examples]
-        completions = [max(map(len, e.completions), default=0) for e in all_examples]
-        longest = max(prompt + completion for prompt, completion in zip(prompts, completions))
-        if mismatched_pairs:
-            longest = max(prompts) + max(completions)
-        if longest > contexts["reference"]:
+        new = args.max_new_tokens or cfg.data.max_completion
+        prompts = examples["val" if name == "eval" else "train"]
+        longest = max((len(e.prompt) for e in prompts), default=0)
+        if longest + new <= context:
+            continue
+        lengths = (
+            f"{name}.max_new_tokens: {new} after the longest prompt, {longest} tokens, exceed the "
+            f"context of {context}"
+        )
+        if name == "eval" or not mismatched_pairs:
+            say(f"{lengths}: answers to long prompts end there")
+        else:
             faults.append(
-                f"reference: its context of {contexts['reference']} is shorter than the longest prompt with "
-                f"a completion, {longest} tokens: set data.max_prompt and data.max_completion"
+                f"{lengths}, and mismatched pairs may have both; at most {context - longest}"
             )
     if faults:
         raise BadInput("\n".join(faults))
@@ -408,12 +381,6 @@ def check_finite(
     """Raise Failed if the norm, z or a loss of a step is not finite. All tensors are on the CPU, and equal on all
     ranks."""
     losses = loss_G.tolist()
-    has_finite_pairs = z.mismatched_logratio_n.isfinite().all()
-    if has_finite_pairs and not z.z_G.isfinite().all():
-        raise Failed(
-            f"step {step_number}: make_z: z is not finite, though all log-ratios are: give a finite number, or one for "
-            "each example, also for one without a mismatched pair; the weights are unchanged"
-        )
     # a loss may be infinite where its gradient is not, as by a constant
     numbers = [grad_norm, z.z_G.double().sum().item(), sum(losses)]
     if all(map(math.isfinite, numbers)):
@@ -421,17 +388,15 @@ def check_finite(
     pairs = zip(step.examples, losses)
     bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
     which = ", ".join(bad[:8]) or "not the loss of any one example"
-    advice = ""
+    advice = "a resume does this step again: begin anew, with a smaller optim.lr"
     if step_number == 1:
         advice = (
-            "; no update has been made, so optim.lr is not the cause: here, without a --reference, all "
-            "log-ratios are 0, and the loss and its gradient must be finite"
+            "no update has been made, so optim.lr is not the cause: here, without a --reference, all "
+            "log-ratios are 0, and the loss, its gradient and z must be finite"
         )
-    elif not bad or len(bad) == len(losses):
-        advice = "; a resume does this step again: begin anew, with a smaller optim.lr"
     raise Failed(
         f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
-        f"weights are unchanged{advice}"
+        f"weights are unchanged; {advice}"
     )
 
 
@@ -451,24 +416,18 @@ def say_without_gradient(weights: dict[str, torch.nn.Parameter]) -> None:
 N_CHECKED = 4  # examples: more would make the first step wait
 
 
-def labels_in_turns(examples: list[Example]) -> list[Example]:
-    """The examples, alternating between up and down while both last. Therefore a few of them show a loss that compares
-    the two."""
-    desirable = [e for e in examples if e.label]
-    undesirable = [e for e in examples if not e.label]
-    in_turns = []
-    for up, down in zip_longest(desirable, undesirable):
-        in_turns += [e for e in (up, down) if e is not None]
-    return in_turns
-
-
 @torch.no_grad()
 def check_start(loop: "Trainer", examples: list[Example]) -> None:
     """On a few examples: refuse a reference that is not the model that the run starts from (r must be exactly 0 on
     own completions and on mismatched ones), and a loss that mixes examples. Say the log-prob a token."""
     run = loop.run
-    # a whole step, so that the mismatched pairs are those of a real one; only a few of its examples are scored
-    step = loop.make_step(labels_in_turns(examples)[: run.cfg.batch_size])
+    # a few examples of both labels, because a loss may compare the two
+    up = [e for e in examples if e.label]
+    down = [e for e in examples if not e.label]
+    n = N_CHECKED // 2
+    # within a whole step, so the mismatched pairs are those of a real one
+    checked = up[:n] + down[:n] + up[n:] + down[n:]
+    step = loop.make_step(checked[: run.cfg.batch_size])
     step.move_to(run.fabric.device)
     few = Part(list(range(min(N_CHECKED, step.size))))
     micro = step.micro_batch(few).to(run.fabric.device)

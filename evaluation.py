@@ -5,8 +5,8 @@ other programs load: final, best, final_adapter).
 """
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,24 +17,18 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from checks import CHECKER_COLUMNS, as_python
+from checks import as_python
 from data import Step
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, Failed, progress, say, user_code
 from infra.devices import Stop, all_reduce, on_rank_0
-from infra.files import publish_folder
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
-from infra.settings import RunSettings, find_path, refuse_unless
-from models.export import export_checkpoint, exported_type, make_card
-from models.hub import Source, base_name, read_json
-from models.load import load_model
-from models.lora import gather_adapters, has_lora_alone, write_peft
-from models.quantize import round_matrices
+from infra.settings import RunSettings, refuse_unless
+from models.hub import read_json
 from objective import join_columns
 from records.examples import Example, distinct_questions
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, other_weights
 from sampler import generate, read_answer
 
 if TYPE_CHECKING:
@@ -145,11 +139,7 @@ class Evaluator:
             self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
         )
         with user_code("checker"):  # which may sort or empty its list
-            given = self.checker(list(answers))
-        refuse_unless(
-            given is not None, "checker: it returned None: a verdict for each answer is missing"
-        )
-        verdicts = list(map(as_python, given))
+            verdicts = [as_python(x) for x in self.checker(list(answers))]
         refuse_unless(
             len(verdicts) == len(answers),
             f"checker: {len(answers)} answers need as many verdicts, got {len(verdicts)}",
@@ -255,18 +245,16 @@ def format_share(right: float, of: int) -> str:
 
 
 def format_gain(before: dict, after: dict) -> str:
-    """How much larger the share of right answers is after training. If answers lack a verdict, the two shares
-    are of different prompts, so the gain counts only prompts with two verdicts."""
-    if "unjudged" not in before and "unjudged" not in after:
-        gain = after["right"] / after["of"] - before["right"] / before["of"]
-        return f"{100 * gain:+5.1f} points"
+    """How much larger the share of right answers is after training, among the prompts with a verdict both times."""
     pairs = zip(before["answers"], after["answers"])
     verdicts = [(old["right"], new["right"]) for old, new in pairs]
     gains = [new - old for old, new in verdicts if None not in (old, new)]
     if not gains:
         return "unknown: no prompt has a verdict both times"
-    points = 100 * sum(gains) / len(gains)
-    return f"{points:+5.1f} points on the {len(gains)} prompts with a verdict both times"
+    points = f"{100 * sum(gains) / len(gains):+5.1f} points"
+    if len(gains) < len(verdicts):
+        points += f" on the {len(gains)} prompts with a verdict both times"
+    return points
 
 
 def format_before_after(before: dict, after: dict) -> str:
@@ -311,25 +299,20 @@ def validate(loop: "Trainer", plan: Plan) -> bool:
     if not run.examples["val"]:
         return False
     run.state.unvalidated = True
-    is_rounded = step_number == plan.total and export_rounds(run)
     # Saved before the checker is asked, because it may be slow and may fail. A resume validates again.
     save_is_due = step_number == plan.end or is_due(step_number, run.cfg.save_interval, plan)
     is_saved = step_number > 0 and (save_is_due or check_is_due(run, plan))
     if is_saved:
         run.save()
-    if is_rounded:
-        export_step(run, "final", step_number)
-        trained = row_of(loop, run.examples["val"], "validation")
-        with exported_weights(run, "final"):
-            row, samples = validation_row(loop, plan)
-        say_what_is_left("validation", trained, row)
-    else:
+    measured = nullcontext()
+    if step_number == plan.total:
+        from export import exported_weights
+
+        measured = exported_weights(run, "final", step_number)
+    with measured:
         row, samples = validation_row(loop, plan)
     run.state.unvalidated = False
-    column = run.cfg.keep_best
-    is_best = run.state.remember_if_best(row, column)
-    if step_number > 0 and column and row[column] is None and column not in CHECKER_COLUMNS:
-        say(f"keep_best: {column} has no value at step {step_number}, which cannot be the best")
+    is_best = run.state.remember_if_best(row, run.cfg.keep_best)
     run.logger.validation(step_number, row, samples)
     if is_saved:
         run.save_state()
@@ -390,6 +373,8 @@ def own_kl(loop: "Trainer", answered: list[Example]) -> float | None:
 def finish(loop: "Trainer") -> None:
     """Compare the answers of the last weights with those before the run; export the last weights, and then
     the best ones, and score the test split with each."""
+    from export import export_adapters, export_step
+
     run = loop.run
     run.evaluator.compare(run.state.step)
     if run.cfg.lora.rank:
@@ -414,118 +399,23 @@ def finish(loop: "Trainer") -> None:
         say(f"\nexported to {run.folder / name}")
         if test and (test[0].completions or run.evaluator.checker):
             run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
-            scores[name] = test_row(loop, name)
+            scores[name] = test_row(loop, name, step)
             say(f"test, {name} weights: {', '.join(format_cells(scores[name]))}")
     if scores and run.fabric.global_rank == 0:
         write_json(run.folder / "eval" / "test.json", scores)
 
 
-def test_row(loop: "Trainer", name: str) -> dict:
+def test_row(loop: "Trainer", name: str, step: int) -> dict:
     """The test split's row, of the weights that were exported as `name`: final or best. If there is a checker,
     the row has the share of right answers. These are in eval/test-final.json or test-best.json."""
+    from export import exported_weights
+
     run = loop.run
     test = run.examples["test"]
-
-    def measure() -> dict:
+    with exported_weights(run, name, step):
         row = row_of(loop, test, "the test split")
         if run.evaluator.checker:
             evaluator = replace(run.evaluator, examples=test)
             share, _ = evaluator.accuracy(run.state.step, f"test-{name}")
             row = join_columns(row, {"checker_accuracy": share})
-        return row
-
-    if not export_rounds(run):
-        return measure()
-    trained = row_of(loop, test, "the test split")
-    with exported_weights(run, name):
-        row = measure()
-    say_what_is_left(f"test, {name} weights", trained, row)
     return row
-
-
-def say_what_is_left(what: str, trained: dict, exported: dict) -> None:
-    """Say how much of the margin the rounding of an export has left, if less than nine tenths; without a margin
-    above 0, how much of the loss. trained, exported: rows of the same examples."""
-    has_margin = (trained.get("rewards/margins") or 0) > 0
-    name = "rewards/margins" if has_margin else "loss"
-    before = trained.get(name)
-    after = exported.get(name)
-    if before is None or after is None or before <= 0:
-        return
-    share = after / before if has_margin else before / max(after, before)
-    if share < 0.9:
-        say(
-            f"{what}: {name} is {after:.4g} for the exported weights and {before:.4g} for the trained ones, "
-            f"before they were rounded ({share:.0%}); python export.py with --dtype float32 exports those"
-        )
-
-
-# ---- exports ---------------------------------------------------------------------------------------
-
-
-def export_step(run: "Run", name: str, step: int) -> None:
-    """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has done so. A
-    collective."""
-    if run.exported.get(name) == step:
-        return
-    # the base is run.source: the folder that the checkpoint's settings name may have moved
-    source = Source(checkpoint_folder(run.folder, step), run.source)
-    write = partial(export_checkpoint, source)
-    publish_folder(run.fabric, write, run.folder / name)
-    run.exported[name] = step
-
-
-def export_rounds(run: "Run") -> bool:
-    """Whether the exported weights differ from the policy's by rounding, and the policy can take them: a base in 4
-    bits cannot."""
-    return exported_type(run.source, run.cfg) is not None and not run.cfg.lora.quantize
-
-
-@contextmanager
-def exported_weights(run: "Run", name: str) -> Iterator[None]:
-    """Within this context the policy computes with the weights in the folder `name`, final or best. A
-    collective."""
-    weights = None
-    if run.fabric.global_rank == 0 or run.cfg.strategy != "fsdp":
-        model = load_model(Source(run.folder / name), dtype=None)
-        if run.cfg.lora.rank:
-            round_matrices(model, run.cfg.precision)
-        weights = model.unique_parameters()
-    dtype = exported_type(run.source, run.cfg)
-    with other_weights(run.policy, run.reference, weights, dtype):
-        yield
-
-
-def export_adapters(run: "Run") -> None:
-    """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and of the
-    adapters of the PEFT folders that the run started from. A collective."""
-    model = run.policy.module
-    source = run.source
-    base = run.cfg.model  # its path or id
-    peft_folders = []  # from the run inwards
-    while source.base:
-        if not has_lora_alone(source.folder):
-            break
-        peft_folders.append(source)
-        base = base_name(source.folder)
-        source = source.base
-    # a frozen reference moves without the base
-    base_has_moved = run.state.reference_has_moved and isinstance(run.reference, AdaptersOff)
-    if source.base or base_has_moved:
-        return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
-    if find_path(base).exists():
-        base = str(source.root.resolve())
-    adapters = gather_adapters(model)
-
-    def write(new: Path) -> None:
-        write_peft(adapters, model, base, run.cfg.lora, new)
-        if peft_folders:
-            from models.peft_folders import join_peft
-        for folder in peft_folders:
-            join_peft(folder, new)
-        checkpoint = Source(checkpoint_folder(run.folder, run.state.step), run.source)
-        (new / "README.md").write_text(make_card(checkpoint, "peft"))
-        if run.cfg.data.chat_template or run.source.chat_template:
-            (new / "chat_template.jinja").write_text(run.tokenizer.template)
-
-    publish_folder(run.fabric, write, run.folder / "final_adapter")

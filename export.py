@@ -1,22 +1,99 @@
-"""Turn a checkpoint into a Hugging Face folder. (PEFT's adapters: models/lora.py, at the end of a run.)
+"""What a run exports: final, best and final_adapter; and a program that exports any checkpoint of a run.
 
     python export.py out/run/checkpoints/step-00000100 --out FOLDER
 
 The folder is whole or not there. By default each weight has the type that it has in the files of the run's --model.
+How a folder is written: models/export.py.
 """
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric import Fabric
 
-from infra.console import run_cli
+from infra.checkpoint import checkpoint_folder
+from infra.console import run_cli, say
 from infra.files import publish_folder
-from infra.settings import LocalPath, refuse_unless
-from models.export import export_checkpoint
-from models.hub import find_model
+from infra.settings import LocalPath, find_path, refuse_unless
+from models.export import export_checkpoint, exported_type, make_card
+from models.hub import Source, base_name, find_model
+from models.load import load_model
+from models.lora import gather_adapters, has_lora_alone, write_peft
+from models.quantize import round_matrices
+from reference import AdaptersOff, other_weights
+
+if TYPE_CHECKING:
+    from run import Run
+
+
+def export_step(run: "Run", name: str, step: int) -> None:
+    """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has done so. A
+    collective."""
+    if run.exported.get(name) == step:
+        return
+    # the base is run.source: the folder that the checkpoint's settings name may have moved
+    source = Source(checkpoint_folder(run.folder, step), run.source)
+    publish_folder(run.fabric, partial(export_checkpoint, source), run.folder / name)
+    run.exported[name] = step
+
+
+@contextmanager
+def exported_weights(run: "Run", name: str, step: int) -> Iterator[None]:
+    """Within this context the policy computes with the weights that are exported as `name`, final or best, of this
+    step. They differ from its own if the export rounds. A base in 4 bits keeps its own. A collective."""
+    dtype = exported_type(run.source, run.cfg)
+    if dtype is None or run.cfg.lora.quantize:
+        yield
+        return
+    export_step(run, name, step)
+    weights = None
+    if run.fabric.global_rank == 0 or run.cfg.strategy != "fsdp":
+        model = load_model(Source(run.folder / name), dtype=None)
+        if run.cfg.lora.rank:
+            round_matrices(model, run.cfg.precision)
+        weights = model.unique_parameters()
+    with other_weights(run.policy, run.reference, weights, dtype):
+        yield
+
+
+def export_adapters(run: "Run") -> None:
+    """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and of the
+    adapters of the PEFT folders that the run started from. A collective."""
+    model = run.policy.module
+    source = run.source
+    base = run.cfg.model  # its path or id
+    peft_folders = []  # from the run inwards
+    while source.base:
+        if not has_lora_alone(source.folder):
+            break
+        peft_folders.append(source)
+        base = base_name(source.folder)
+        source = source.base
+    # a frozen reference moves without the base
+    base_has_moved = run.state.reference_has_moved and isinstance(run.reference, AdaptersOff)
+    if source.base or base_has_moved:
+        return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
+    if find_path(base).exists():
+        base = str(source.root.resolve())
+    adapters = gather_adapters(model)
+
+    def write(new: Path) -> None:
+        write_peft(adapters, model, base, run.cfg.lora, new)
+        if peft_folders:
+            from models.peft_folders import join_peft
+        for folder in peft_folders:
+            join_peft(folder, new)
+        checkpoint = Source(checkpoint_folder(run.folder, run.state.step), run.source)
+        (new / "README.md").write_text(make_card(checkpoint, "peft"))
+        if run.cfg.data.chat_template or run.source.chat_template:
+            (new / "chat_template.jinja").write_text(run.tokenizer.template)
+
+    publish_folder(run.fabric, write, run.folder / "final_adapter")
 
 
 def main(argv=None) -> None:

@@ -290,15 +290,18 @@ def setup(
 
     # the model that the settings name, its tokenizer, and the records
     source = find_model(cfg.model)
-    config = read_config(source).get_text_config()
-    cfg = resolve(cfg, config)
+    configs = text_configs(cfg, source)
+    config = configs[cfg.model]
+    # where one model ends, so do records and answers for both
+    context = min(map(context_of, configs.values()))
+    cfg = resolve(cfg, config, context)
     program = program_file().name
     data = cfg.data
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     examples = load_splits(data, tokenizer, objective.record_kind, make_records)
     cfg = objective.resolve(cfg, examples["train"])
     check_resumed_settings(checkpoint, cfg, program)
-    check_examples(cfg, config, objective, examples)
+    check_examples(cfg, configs, context, objective, examples)
     has_checker = bool(checker or cfg.eval.check)
     rules = idle_rules(cfg, objective, tokenizer, examples, has_checker)
     for line in idle_settings(cfg, rules):
@@ -320,6 +323,7 @@ def setup(
         cfg, fabric, source, tokenizer, objective, config.hidden_size, examples["train"]
     )
     hashes |= of_weights
+    policy.module.max_seq_length = min(policy.module.max_seq_length, context)
     say(what_trains(policy, cfg.lora))
     trained_by = (optimizer or make_optimizer)(policy.module, cfg)
     check_optimizer(trained_by, policy.unique_parameters())
@@ -355,10 +359,18 @@ def setup(
     return run
 
 
-def resolve(cfg: RunSettings, config: PretrainedConfig) -> RunSettings:
+def text_configs(cfg: RunSettings, source: Source) -> dict[str, PretrainedConfig]:
+    """transformers' text configs of the model and of the reference, by their names."""
+    sources = {cfg.model: source}
+    if cfg.reference:
+        sources[cfg.reference] = find_model(cfg.reference, "reference")
+    return {name: read_config(one).get_text_config() for name, one in sources.items()}
+
+
+def resolve(cfg: RunSettings, config: PretrainedConfig, context: int) -> RunSettings:
     """The settings with all that depends on the model and the machine filled in, and with absolute paths.
-    config: transformers' text config."""
-    data = with_limits(cfg.data, context_of(config))
+    config: transformers' text config. context: what a record may fill, in tokens."""
+    data = with_limits(cfg.data, context)
     data = with_absolute_paths(data, "train", "val", "test", "chat_template")
     devices = resolve_devices(cfg, config.num_hidden_layers, config.hidden_size)
     cfg = replace(cfg, data=data, **devices)

@@ -256,12 +256,6 @@ def test_a_run_that_was_moved_or_copied_continues_where_its_settings_file_lies(
     assert not out.exists()
 
 
-def test_the_best_by_a_column_that_is_computed_at_the_end_alone_is_refused(tiny, ratings, tmp_path):
-    argv = (*RUN, VAL, "--val_interval=3", "--keep_best=checker_accuracy")
-    with pytest.raises(BadInput, match="^keep_best: checker_accuracy: computed at the end alone"):
-        train(tiny, ratings, tmp_path, *argv, checker=lambda answers: [True] * len(answers))
-
-
 # ---- which checkpoints there are -----------------------------------------------------------------
 
 

@@ -280,14 +280,6 @@ def test_small_steps_are_not_rounded_away(llama, rated, tmp_path):
     )
 
 
-@pytest.mark.parametrize("left, is_said", [(0.95, False), (0.8, True)])
-def test_what_an_export_has_lost_is_said(left, is_said, capsys):
-    row = {"rewards/margins": 0.5, "loss": 0.4}
-    evaluation.say_what_is_left("validation", row, {"rewards/margins": 0.5 * left, "loss": 0.4})
-    line = f"validation: rewards/margins is {0.5 * left:.4g} for the exported weights and 0.5 for"
-    assert capsys.readouterr().out.startswith(line) == is_said
-
-
 def bytes_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -304,7 +296,7 @@ def test_a_run_that_is_killed_in_its_last_validation_ends_as_if_it_were_not(llam
     train(llama, rated, out, *argv, "--resume=auto")  # it ends at once
     assert rows_of(out / "val.csv") == rows and bytes_of(out / "final") == exported
     shutil.rmtree(out)
-    killed((evaluation, "say_what_is_left"), 1, work)
+    killed((evaluation.Evaluator, "samples"), 7, work)  # at step 6, with the exported weights
     assert checkpoint.read_state(out / "checkpoints" / "step-00000006").unvalidated
     train(llama, rated, out, *argv, "--resume=auto")
     assert rows_of(out / "val.csv") == rows and bytes_of(out / "final") == exported

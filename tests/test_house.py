@@ -20,7 +20,7 @@ FLOORS = [
     "data",
     "objective model sampler",
     "models.load models.other models.export reference",
-    "checks",
+    "checks export",
     "rollout",
     "evaluation",
     "run",
@@ -85,11 +85,11 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 3_350,  # of Objective.top_k: what refuses it, and its tokens in the start check
+    "checks.py": 3_050,
     "data.py": 2_350,
     "dpo.py": 1_100,
-    "evaluation.py": 3_540,  # the export is measured with its matrices rounded at random
-    "export.py": 300,
+    "evaluation.py": 2_800,
+    "export.py": 800,  # what a run exports at its end, which was in evaluation.py
     "generate.py": 1_900,  # a line of a file of answers is compared whole before a command goes on
     "head.py": 1_350,
     "kto.py": 1_140,  # kto.balance
@@ -101,7 +101,7 @@ BUDGETS = {
     "reference.py": 1_800,  # the keys of its cache, which were in packing.py
     "report.py": 1_150,
     "rollout.py": 2_500,  # an iteration has as many steps as the examples that rate made
-    "run.py": 2_100,  # the end of a run, which was in trainer.py
+    "run.py": 2_210,  # the context of a run, which was in checks.py
     "sampler.py": 2_500,
     "spin.py": 1_150,
     "sweep.py": 650,
@@ -115,8 +115,8 @@ BUDGETS = {
     "benchmarks/": 10_400,  # the sick and healthy runs of docs/health.md
 }
 # What `python kto.py` imports.
-FILES_OF_A_RUN = 39
-TOKENS_OF_A_RUN = 64_100  # 950 for the rules by which a setting has no effect
+FILES_OF_A_RUN = 38
+TOKENS_OF_A_RUN = 61_800
 
 
 def n_tokens(file: Path) -> int:

@@ -226,19 +226,20 @@ def test_wilsons_interval_by_hand():
     assert wilson_interval(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
 
 
-def answers(*texts):
-    return [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(texts)]
+def answers(right, *texts):
+    rows = [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(texts)]
+    return [row | {"right": verdict} for row, verdict in zip(rows, right)]
 
 
 def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_changed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     check = {"of": 10, "by": {}}
-    before = {**check, "right": 5, "answers": answers("same", "a\nb", "c")}
-    after = {**check, "right": 8, "answers": answers("same", "x" * 99, "d")}
+    before = {**check, "right": 5, "answers": answers([0, 0, 1], "same", "a\nb", "c")}
+    after = {**check, "right": 8, "answers": answers([0, 1, 1], "same", "x" * 99, "d")}
     before["answers"][2]["prompt"] = "q" * 99 + "end"
     text = format_before_after(before, after)
     assert "  before   50.0%  (23.7 to 76.3)  5 of 10\n" in text  # Wilson's interval, from a table
-    assert "  gain    +30.0 points\n" in text
+    assert "  gain    +33.3 points\n" in text
     shown = [line.split()[0] for line in text.splitlines()[-3:]]
     assert shown == ["p1", "..." + "q" * 18 + "end", "p0"], "dots stand for what is cut off"
     assert "\n  p1  " in text and "  a b  " in text and f"  {'x' * 21}...\n" in text
@@ -261,7 +262,7 @@ def test_the_gain_is_of_the_prompts_that_have_a_verdict_before_and_after():
 
     def check(*verdicts):
         judged = [v for v in verdicts if v is not None]
-        rows = [row | {"right": v} for row, v in zip(answers("a", "b", "c", "d"), verdicts)]
+        rows = answers(verdicts, "a", "b", "c", "d")
         counts = {"right": sum(judged), "of": len(judged), "by": {}, "answers": rows}
         return counts | ({"unjudged": 4 - len(judged)} if len(judged) < 4 else {})
 

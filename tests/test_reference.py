@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import assert_same, numbers, ranks, train
+from conftest import assert_same, numbers, ranks, rows_of, train
 from tiny_models import GQA, HF, made
 
 import reference
@@ -128,8 +128,8 @@ def test_a_key_is_of_prompt_and_completion_and_where_the_one_ends():
 
 
 @pytest.mark.parametrize("kind", ["GPT2Config", "GemmaConfig"])
-def test_a_reference_with_a_shorter_context_is_refused_where_the_texts_are_longer(
-    kind, tiny, ratings, tmp_path
+def test_records_and_answers_end_where_the_context_of_a_shorter_reference_ends(
+    kind, tiny, ratings, tmp_path, capsys
 ):
     """Gemma is transformers' own class: it would compute on, beyond what it has learned."""
     other = shutil.copytree(tiny, tmp_path / "other")
@@ -139,12 +139,12 @@ def test_a_reference_with_a_shorter_context_is_refused_where_the_texts_are_longe
     config = getattr(transformers, kind)(vocab_size=512, max_position_embeddings=40, **sizes)
     made(config, other)
     argv = ("--batch_size=4", "--max_steps=1", f"--reference={other}", "--precision=32-true")
-    with pytest.raises(
-        BadInput, match=r"^reference: its context of 40 is shorter than the longest pro"
-    ):
-        train(tiny, ratings, tmp_path / "a", *argv)
-    short = ("--data.max_prompt=20", "--data.max_completion=20")
-    train(tiny, ratings, tmp_path / "b", *argv, *short)
+    with pytest.raises(BadInput, match="^data.max_prompt 30 .* exceed the context of 40$"):
+        train(tiny, ratings, tmp_path, *argv, "--data.max_prompt=30", "--data.max_completion=20")
+    argv += (f"--data.val={ratings}", "--eval.max_new_tokens=100")
+    train(tiny, ratings, tmp_path, *argv, checker=lambda answers: [True] * len(answers))
+    assert "context of 40: answers to long prompts end there" in capsys.readouterr().out
+    assert float(rows_of(tmp_path / "val.csv")[-1]["kl/own"]) != 0, "the reference scored them"
 
 
 def test_a_model_computes_no_text_beyond_its_context(tmp_path):
