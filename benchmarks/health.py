@@ -1,9 +1,8 @@
-"""Five short runs of the demo, one healthy and four sick, and their pictures for docs/health.md.
+"""Six short runs of the demo, one healthy and five sick, and their pictures for docs/health.md.
 
-    python benchmarks/health.py out/health       # ten minutes on one core; what is there is not run again
+    python benchmarks/health.py out/health       # five minutes on one core; what is there is not run again
 
-Each run has the settings of config/demo.yaml. A picture shows metrics.csv as lines and val.csv as dots.
-"""
+Each run has the settings of config/demo.yaml."""
 
 import json
 import os
@@ -20,7 +19,15 @@ from infra.health import read_rows
 
 ROOT = Path(__file__).parent.parent
 RATINGS = ROOT / "demo" / "train.jsonl"
-CURVES = "loss rewards/chosen rewards/rejected entropy kl checker_accuracy".split()
+# a panel of a picture -> its columns
+PANELS = {
+    "loss": ["loss"],
+    "rewards/chosen, rejected (dashed)": ["rewards/chosen", "rewards/rejected"],
+    "entropy": ["entropy"],
+    "kl": ["kl"],
+    "kl/own": ["kl/own"],
+    "checker_accuracy": ["checker_accuracy"],
+}
 # run -> the ratings that it learns from (see `ratings_of`), and its settings
 RUNS = {
     "healthy": ("own", ""),
@@ -28,6 +35,7 @@ RUNS = {
     "fast": ("own", "--optim.lr 7e-3"),
     "turned": ("turned", ""),
     "rare": ("rare", "--epochs 4"),
+    "others": ("others", ""),
 }
 
 
@@ -72,23 +80,20 @@ def run(name: str, ratings: Path, settings: str, folder: Path) -> str:
 
 
 def draw(out: Path, file: Path) -> None:
-    """The six curves of a run, in one row."""
-    figure = Figure(figsize=(15, 2.4), layout="constrained")
-    panels = figure.subplots(1, len(CURVES))
-    files = {"metrics.csv": "-", "val.csv": "o"}
-    for panel, name in zip(panels, CURVES):
-        for table, style in files.items():
-            rows = [row for row in read_rows(out / table) if name in row]
-            panel.plot(
-                [row["step"] for row in rows],
-                [row[name] for row in rows],
-                style,
-                color="C0",
-                markersize=3,
-            )
-        panel.set_title(name)
-        panel.set_xlabel("step")
-    figure.savefig(file, dpi=70)
+    """The curves of a run in one row: lines from metrics.csv, dots from val.csv."""
+    trained = read_rows(out / "metrics.csv")
+    validated = read_rows(out / "val.csv")
+    figure = Figure(figsize=(16, 2.3), layout="constrained")
+    for panel, (title, columns) in zip(figure.subplots(1, len(PANELS)), PANELS.items()):
+        for name, line in zip(columns, ("-", "--")):
+            for rows, style in ((trained, line), (validated, "o")):
+                points = [(row["step"], row[name]) for row in rows if name in row]
+                if points:
+                    panel.plot(*zip(*points), style, color="C0", markersize=3)
+        if title == "kl":  # else rounding is drawn as a curve
+            panel.set_ylim(-0.1, max(1, panel.get_ylim()[1]))
+        panel.set_title(title, fontsize=10)
+    figure.savefig(file, dpi=60)
 
 
 def main() -> None:
