@@ -260,6 +260,14 @@ class MicroBatch:
         return self.step.label[self.index_B]
 
     @property
+    def token_label(self) -> torch.Tensor:
+        """(B, L) 1 or -1 at the tokens of the parts of a completion that its record marks (`spans`), otherwise 0."""
+        label_BL = torch.zeros(len(self.examples), self.step.longest)
+        for label_L, example in zip(label_BL, self.examples):
+            label_L[: len(example.token_label)] = torch.as_tensor(example.token_label)
+        return to_device(label_BL, self.index_B.device)
+
+    @property
     def reward(self) -> torch.Tensor:
         """(B,) graded rewards, see Step."""
         return self.step.reward[self.index_B]

@@ -6,9 +6,9 @@ training; the splits of the data and their tables (load_splits); the hash of the
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ class Example(NamedTuple):
     weight: float = 1.0
     extra: dict = {}  # the fields that data.extra names: texts and numbers
     asked: dict = {}  # the fields of the prompt in a file of answers, if the policy is to answer it
+    # (L,) 1 or -1 at the tokens of a marked part of the completion, else 0; empty if no part is marked
+    token_label: Sequence[int] = ()
     # its number in its split (train, val or test): the same in each epoch and after a resume
     number: int = 0
     wording: Wording | None = None  # until the data are split
@@ -139,6 +141,9 @@ def load_file(
             counts["with letters that the tokenizer does not know"] += 1
         n_first = tokenizer.first_tokens(prompt)
         example = example_of(record, where, prompt, completions, n_first, data, counts)
+        if record.spans:
+            marked = token_label(where, record, completions[0], tokenizer)
+            example = example._replace(token_label=marked[: data.max_completion])
         asked = {}
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
             asked = fields_of_prompt(asked_record(record, tokenizer, by_template))
@@ -245,6 +250,25 @@ def example_of(
     )
 
 
+def token_label(
+    where: str, record: Record, completion: list[int], tokenizer: Tokenizer
+) -> list[int]:
+    """(L,) 1 or -1 for each token that a marked part of the record's completion touches, otherwise 0. Raises
+    BadInput."""
+    ends = range(len(completion) + 1)
+    texts = [tokenizer.decode(completion[:i], special_tokens=True, is_answer=True) for i in ends]
+    begin = texts[-1].find(content_of(record.completions[0]))
+    if begin < 0:
+        raise BadInput(f"{where}: spans: the text of the completion is not the text of its tokens")
+    labels = [0] * len(completion)
+    for i, (before, text) in enumerate(pairwise(texts)):
+        first = len(before.rstrip("\ufffd")) - begin  # of half a character: this token has the rest
+        for start, end, is_desirable in record.spans:
+            if first < end and start < len(text) - begin:
+                labels[i] = 1 if is_desirable else -1
+    return labels
+
+
 def our_records(
     where: str, raw: object, make_records: Callable | None, counts: Counter
 ) -> Iterator[tuple[str, object]]:
@@ -299,6 +323,8 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     for name in record.beside:
         if name != "date" or not tokenizer.chat.uses_date:
             yield f"with {name}, which nothing reads"
+    if record.spans:
+        yield "with marked parts, which batch.token_label tells a loss"
     if record.cut:
         yield "with a cut answer, which gets no end"
     answers = []
@@ -464,6 +490,6 @@ def examples_hash(splits: dict[str, list[Example]]) -> str:
     h = hashlib.sha256()
     for name, examples in splits.items():
         for e in examples:
-            content = name, e.key, e.label, e.rewards, e.weight, e.extra
+            content = name, e.key, e.label, e.rewards, e.weight, e.extra, *e.token_label
             h.update(repr(content).encode())
     return h.hexdigest()

@@ -7,7 +7,7 @@ form is refused with `field: reason` (the caller adds the file and the line); a 
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
@@ -69,6 +69,8 @@ class Record(NamedTuple):
     date: str | None = None  # the day that the chat template prints, instead of data.date
     # Whether the completion, which was sampled, ended at the length limit. None: the record does not say.
     cut: bool | None = None
+    # marked parts of the completion: first character, end, desirable?
+    spans: Sequence[tuple[int, int, bool]] = ()
     extra: dict = {}  # the fields that data.extra names
     beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
@@ -133,6 +135,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
     for name in (*ORIGIN, *(["source"] if is_place(record.get("source")) else [])):
         fields.pop(name, None)
+    marks = _parsed(fields, "spans")
     understood = _understand_form(fields, kind)
     if cut == "true" and len(understood.completions) == 2:
         raise BadInput("cut: this is a pair, and cut does not say which answer was cut")
@@ -143,6 +146,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         template_kwargs=template_kwargs,
         date=str(fields["date"]) if fields.get("date") else None,
         cut={"true": True, "false": False}.get(cut),
+        spans=_spans(marks, understood.completions) if marks else (),
         extra=extras,
         # by the record's own names
         beside={
@@ -153,6 +157,22 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         instruct=instruct,
         conversation_id=as_text(conversation_id) if conversation_id else "",
     )
+
+
+def _spans(marks: list[dict], completions: list[str | dict]) -> list[tuple[int, int, bool]]:
+    """The marked parts of a completion. Raises BadInput."""
+    spans = []
+    with user_error("spans", "expected a list of {start, end, label} of one text"):
+        (text,) = map(content_of, completions)
+        for mark in marks:
+            start = mark["start"]
+            end = mark["end"]
+            if not 0 <= start < end <= len(text):
+                raise BadInput(
+                    f"spans: from {start} to {end}, but the completion has {len(text)} characters"
+                )
+            spans.append((start, end, _label(dict(mark))))
+    return spans
 
 
 def _extra_field(fields: dict, name: str) -> object:

@@ -60,7 +60,7 @@ ONLINE = ("--epochs=1", "--online.max_iterations=3", "--online.prompts_per_itera
 # example: (its program, what it hands over to the program's main, its own arguments)
 HANDED = {
     "bco": (kto, {"objective": "BCO", "settings": "Settings"}, ()),
-    "token_kto": (kto, {"objective": "TokenKTO"}, ()),
+    "token_kto": (kto, {"objective": "TokenKTO"}, ("--data.train={marked}",)),
     "learned_z": (kto, {"objective": "LearnedZ"}, ()),
     "muon": (kto, {"optimizer": "muon"}, ()),
     "simpo": (dpo, {"objective": "SimPO", "settings": "Settings"}, ()),
@@ -125,10 +125,16 @@ def state(out: Path, step: int) -> dict:
 def places(judge_server, reward_folder, parity_ref, tmp_path):
     """The server and the models that some of the examples ask, and records with the user's next message."""
     PLACES.update(server=judge_server.url, reward=reward_folder, teacher=parity_ref)
-    records = map(json.loads, (ROOT / "demo" / "val.jsonl").read_text().splitlines()[:24])
+    lines = (ROOT / "demo" / "val.jsonl").read_text().splitlines()[:24]
+    records = [json.loads(line) for line in lines]
     said = [
         r | {"next": "Thank you!" if r["label"] else f"No, {r['prompt'][6:9]}"} for r in records
     ]
+    PLACES["marked"] = tmp_path / "marked.jsonl"
+    marked = [
+        r | {"spans": [{"start": 1, "end": 6, "label": not r["label"]}]} for r in records[::2]
+    ]
+    PLACES["marked"].write_text("".join(json.dumps(r) + "\n" for r in marked + records[1::2]))
     PLACES["with_next"] = tmp_path / "with_next.jsonl"
     PLACES["with_next"].write_text("".join(json.dumps(r) + "\n" for r in said))
 

@@ -86,7 +86,7 @@ def test_every_package_that_is_imported_is_declared():
 BUDGETS = {
     "attention.py": 2_150,
     "checks.py": 3_050,
-    "data.py": 2_350,
+    "data.py": 2_450,
     "dpo.py": 1_100,
     "evaluation.py": 2_800,
     "export.py": 800,  # what a run exports at its end, which was in evaluation.py
@@ -108,15 +108,15 @@ BUDGETS = {
     "trainer.py": 3_050,  # the reference names the tokens of Objective.top_k
     "infra/": 13_750,  # the signs of a sick run (health.py)
     "models/": 11_200,
-    "records/": 12_700,
+    "records/": 13_100,  # marks of parts of a completion
     "convert/": 10_170,
     "rate/": 2_200,
-    "tests/": 126_600,  # answers of generate.py, the page and iterations, and what a run learns of them
-    "benchmarks/": 10_400,  # the sick and healthy runs of docs/health.md
+    "tests/": 126_800,  # answers of generate.py, the page and iterations, and what a run learns of them
+    "benchmarks/": 10_550,  # the sick and healthy runs of docs/health.md
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 38
-TOKENS_OF_A_RUN = 61_800
+TOKENS_OF_A_RUN = 62_100
 
 
 def n_tokens(file: Path) -> int:

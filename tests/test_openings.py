@@ -1,7 +1,9 @@
 """What only some papers need: log-probs of more tokens than the answer's own, and of an answer under another
 prompt. Each example's steps equal a loop by hand in transformers, in float64."""
 
+import json
 import math
+import re
 from itertools import chain
 
 import pytest
@@ -16,7 +18,11 @@ import attention
 import kto
 from checks import check_settings
 from infra.console import BadInput
+from infra.settings import Data
+from models.hub import Source
 from packing import pack
+from records.examples import load_examples, with_limits
+from records.tokenizer import Tokenizer
 from trainer import Trainer
 
 # ---- log-probs of more tokens --------------------------------------------------------------------
@@ -87,6 +93,60 @@ def test_top_k_is_refused_where_it_would_have_no_tokens_or_no_reference(own):
         check_settings(objective, run_settings())
 
 
+# ---- marked parts of a completion ----------------------------------------------------------------
+
+
+def tokens_by_hand(tokenizer, text: str, spans) -> list[int]:
+    """By the offsets that the tokenizer itself tells."""
+    offsets = tokenizer(text, return_offsets_mapping=True).offset_mapping
+    labels = [0] * (len(offsets) + 1)  # and EOS
+    for i, (a, b) in enumerate(offsets):
+        for span in spans:
+            if a < span["end"] and span["start"] < b:
+                labels[i] = 1 if span["label"] else -1
+    return labels
+
+
+@pytest.mark.parametrize("text", ["Hello there, dear friend!", "Grüße 🦊 an 你好 alle"])
+def test_a_marked_part_is_every_token_that_it_touches(text, tiny, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    parts = [(0, 1, True), (4, 8, False), (len(text) - 1, len(text), True), (0, len(text), False)]
+    seen = {}
+    for start, end, label in parts:
+        spans = [{"start": start, "end": end, "label": label}]
+        file = tmp_path / "marked.jsonl"
+        file.write_text(
+            json.dumps({"prompt": "Q", "completion": text, "label": True, "spans": spans}) + "\n"
+        )
+        data = with_limits(Data(str(file)), 128)
+        (example,), _ = load_examples(str(file), Tokenizer(Source(tiny)), "rated", data)
+        assert list(example.token_label) == tokens_by_hand(tokenizer, text, spans)
+        seen[start, end] = sum(map(abs, example.token_label))
+    assert 1 <= seen[0, 1] < seen[0, len(text)] == len(tokenizer(text).input_ids)
+
+
+BAD_SPANS = {
+    "spans: from 2 to 9, but the completion has 5 characters": [
+        {"start": 2, "end": 9, "label": True}
+    ],
+    "spans: from 3 to 3, but": [{"start": 3, "end": 3, "label": True}],
+    "spans: from -1 to 2, but": [{"start": -1, "end": 2, "label": True}],
+    "spans: expected a list of {start, end, label} of one text: label": [{"start": 0, "end": 2}],
+    "label: expected true, false": [{"start": 0, "end": 2, "label": "maybe"}],
+    "spans: expected a list of {start, end, label} of one text: list indices": [[0, 2]],
+}
+
+
+@pytest.mark.parametrize("said", BAD_SPANS)
+def test_a_mark_outside_of_the_text_is_refused_with_its_line(said, tiny, tmp_path):
+    file = tmp_path / "marked.jsonl"
+    good = {"prompt": "Q", "completion": "Hello", "label": True}
+    lines = [good, good | {"spans": BAD_SPANS[said]}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(BadInput, match=f"^{file}:2: {re.escape(said)}"):
+        load_examples(str(file), Tokenizer(Source(tiny)), "rated", Data(str(file)))
+
+
 # ---- the examples, step by step, by hand ----------------------------------------------------------
 
 
@@ -129,8 +189,18 @@ def next_message(policy, reference, example, _, tokenizer):
     return -(advantage_L * logp_L).mean()
 
 
+def token_kto(policy, reference, example, *_):
+    (completion,) = example.completions
+    r_L = of_tokens(policy, example.prompt, completion) - of_tokens(
+        reference, example.prompt, completion
+    )
+    signs = list(example.token_label) or [2 * example.label - 1] * len(completion)
+    return 1 - torch.sigmoid(0.1 * sum(sign * r for sign, r in zip(signs, r_L)))
+
+
 # example: (the loss of an answer, whether the teacher is the reference)
-BY_HAND = {"distill": (distill, True), "oapl": (oapl, False), "next_message": (next_message, False)}
+BY_HAND = {"distill": (distill, True), "oapl": (oapl, False), "next_message": (next_message, False),
+           "token_kto": (token_kto, False)}  # fmt: skip
 
 
 @pytest.mark.usefixtures("places")
