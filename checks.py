@@ -388,7 +388,7 @@ def check_finite(
     pairs = zip(step.examples, losses)
     bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
     which = ", ".join(bad[:8]) or "not the loss of any one example"
-    advice = "a resume does this step again: begin anew, with a smaller optim.lr"
+    advice = "a resume does this step again: start a new run with a smaller optim.lr"
     if step_number == 1:
         advice = (
             "no update has been made, so optim.lr is not the cause: here, without a --reference, all "

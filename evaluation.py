@@ -154,7 +154,7 @@ class Evaluator:
             raise Failed(f"checker: no verdict on any of {len(verdicts):,} answers")
         if n_unjudged:
             say(
-                f"checker: no verdict on {n_unjudged:,} of {len(verdicts):,} answers, which are left out"
+                f"checker: no verdict on {n_unjudged:,} of {len(verdicts):,} answers, which are not counted"
             )
         return verdicts
 

@@ -133,7 +133,7 @@ def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> 
     for answer, example in zip(answers[:4], examples):
         rating = "up" if example.label else "down"
         if example.weight == 0:
-            rating = "left out"
+            rating = "not counted"
         rows.append((answer.prompt, answer.completion, rating))
     say(format_table(("prompt", "answer", "rated"), rows))
 

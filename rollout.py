@@ -60,7 +60,7 @@ class RolloutSettings(Sampling):
 COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
 
 LOST = (
-    "missing, or not what this iteration learns from: go on in the run's own folder, or copy this file "
+    "missing, or not what this iteration learns from: continue in the run's own folder, or copy this file "
     "from there"
 )
 

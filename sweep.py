@@ -40,7 +40,7 @@ def run_one(command: list[str], folder: Path) -> str:
             return "finished before"
         if ending in text:
             return (
-                "finished before; the program has changed since: to run it anew, delete the folder"
+                "finished before; the program has changed since: to run it again, delete the folder"
             )
         run = Popen(command, stdout=log, stderr=log)
         # A terminal sends Ctrl-C to the run, too. Other signals may reach only the sweep, so it passes them on: the

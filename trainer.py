@@ -60,7 +60,7 @@ class Trainer:
         By default the examples are data.train, and the plan is that of the whole run. A second fit must be given a
         plan."""
         run = self.run
-        assert plan or run.last_step == 0, "fit: a second fit needs a plan of its own"
+        assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
         plan = plan or run_plan(run.cfg, len(examples))
         run.last_step = plan.total

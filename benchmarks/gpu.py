@@ -472,7 +472,7 @@ def main() -> None:
     for name in args.parts or PARTS:
         began = time.monotonic()
         limit = min(PARTS[name][1], ends - began)
-        statuses[name] = "left out: too little time"
+        statuses[name] = "skipped: too little time"
         if limit > PARTS[name][1] / 3:
             statuses[name] = run_part(name, out, args.tiny, limit)
         seconds = round(time.monotonic() - began, 1)

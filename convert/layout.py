@@ -142,7 +142,7 @@ class Layout:
         for column, _, _ in self.where:
             if column.inner and (self.is_tree or not self.rates_messages):
                 raise BadInput(
-                    f"--where: {column.text}: a leading dot stands for messages, and none are rated here"
+                    f"--where: {column.text}: a leading dot means messages, and none are rated here"
                 )
 
     def _refuse_labels(self) -> None:

@@ -63,7 +63,7 @@ def message(layout: Layout, raw: object) -> dict:
     calls = {}
     if isinstance(raw, dict):
         if not FILES.isdisjoint(raw) and any(is_there(raw.get(name)) for name in FILES):
-            raise Skipped("with a file beside a message")
+            raise Skipped("with a file in a message")
         names = (*CALLS, "name") if role == "tool" else CALLS
         for name in names:
             if is_there(raw.get(name)):

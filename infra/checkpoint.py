@@ -144,8 +144,8 @@ def find_checkpoint(out: Path, resume: str | None) -> Path | None:
     if not resume:
         if path_of or (out / "metrics.csv").exists():
             raise BadInput(
-                f"out_dir: {out} holds a run already: --resume auto goes on with it, another folder "
-                "starts anew"
+                f"out_dir: {out} holds a run already: --resume auto continues it, another folder "
+                "starts a new run"
             )
         return None
     if resume == "auto":

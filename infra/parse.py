@@ -37,7 +37,7 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
         defaults = read_config_file(str(ROOT / "config" / demo))
         if "data.train" in names:
             if "print_config" not in names:  # what that prints is a file of settings
-                say("your data.train: the demo's validation data and checker are left out")
+                say("your data.train: the demo's validation data and checker are not used")
             defaults = {x: value for x, value in defaults.items() if not x.startswith("eval.")}
             defaults["data.val"] = None
     doc = sys.modules[objective.__module__].__doc__ or ""

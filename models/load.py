@@ -423,6 +423,6 @@ def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Exam
             token = tokenizer.decode([i], special_tokens=True)
             advice = "train in full" if policy.tied else "add lm_head to lora.targets"
             say(
-                f"{token} ends the answers, and its row of the head was never trained. Adapters leave it as it is, so "
+                f"{token} ends the answers, and its row of the head was never trained. Adapters do not change it, so "
                 f"answers do not learn to end: begin with an instruct model, or {advice}"
             )

@@ -26,7 +26,7 @@ def _window_as_mask(
 ) -> int | None:
     """Replaces the mask that transformers passes to layers by their window (see Layer)."""
     if use_vmap:
-        raise ValueError("attention: a mask of its own is not supported")
+        raise ValueError("attention: a separate mask is not supported")
     return local_size
 
 

@@ -84,7 +84,7 @@ def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers
         if not torch.equal(head.weight, embedding.weight):
             raise BadInput(
                 f"{folder}: lm_head and the embedding differ with this adapter, but are one matrix in its "
-                "base; name a copy of the base with a lm_head.weight of its own and tie_word_embeddings false"
+                "base; name a copy of the base with a separate lm_head.weight and tie_word_embeddings false"
             )
         head.weight = embedding.weight
     has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())

@@ -63,7 +63,7 @@ class Example(NamedTuple):
 # Counts that more than the table reads; and all that begin with "dropped".
 BY_TEMPLATE = "by the chat template"
 COMPLETIONS_CUT = "completions cut"
-EQUAL_PAIRS = "equal pairs, left out"
+EQUAL_PAIRS = "equal pairs, dropped"
 BATCH = 100  # records that are encoded together: an encoding holds some 100 bytes per token besides its ids
 
 
@@ -400,7 +400,7 @@ def count_known(held_out: list[Example], train: list[Example], counts: Counter) 
         elif hash(example.prompt_key) in known_prompts:
             counts["whose prompt is in data.train, with other answers"] += 1
     n = standing_in([e.wording for e in train], [e.wording for e in held_out])
-    counts["whose answer stands in a prompt of data.train"] += n
+    counts["whose answer is in a prompt of data.train"] += n
 
 
 def numbered(examples: list[Example]) -> list[Example]:

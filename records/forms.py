@@ -315,7 +315,7 @@ def refuse_half_characters(name: str, text: str) -> None:
         half = text[e.start]
         before = text[max(0, e.start - 20) : e.start]
         raise BadInput(
-            f"{name}: {half!r} is half of a character, or no UTF-8; it stands after {before!r}"
+            f"{name}: {half!r} is half of a character, or no UTF-8, after {before!r}"
         ) from None
 
 

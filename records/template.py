@@ -25,7 +25,7 @@ MARK = "\ue000"  # a private character: no token merges with it, no template loo
 # one, on purpose: a model does not see it at inference either.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 RESULTS = ("tool", "function", "ipython")  # roles of a tool's result
-EARLIER_REASONING = "with reasoning in earlier turns, which the chat template leaves out"
+EARLIER_REASONING = "with reasoning in earlier turns, which the chat template drops"
 CONTINUED = "with a prompt that ends in the assistant's turn, which the completion continues"
 Write = Callable[..., str]  # messages to text
 
@@ -193,7 +193,7 @@ def around_answer(write: Write, dialogue: list[dict], begun: str = "") -> tuple[
     *turns, last = dialogue
     before, mark, end = write([*turns, {**last, "content": begun + MARK}]).partition(MARK)
     if not mark:
-        raise LeftOut(f"{last['role']}: the chat template leaves out the text of the last turn")
+        raise LeftOut(f"{last['role']}: the chat template drops the text of the last turn")
     return before, end
 
 
@@ -233,7 +233,7 @@ def text_behind(prompt: str, dialogue: str) -> str:
         )
     raise BadInput(
         "chat template: the rendered dialogue does not begin with the rendered prompt: "
-        f"{dialogue[n:]!r:.50} in place of {more!r:.50}{advice}"
+        f"{dialogue[n:]!r:.50} instead of {more!r:.50}{advice}"
     )
 
 

@@ -51,7 +51,7 @@ def test_gpu_measures_a_step_and_leaves_out_a_part_for_which_too_little_time_is_
     assert all(step[name] > 0 for name in ("ms", "tokens/s", "memory_gb", "share_of_product"))
     assert 0 < profile["busy"] < 1 and profile["launches"] > 100
     assert "aten::" in (tmp_path / "log.txt").read_text(), "no table of kernels"
-    assert (gpt2["status"], trl["status"]) == ("ok", "left out: too little time")
+    assert (gpt2["status"], trl["status"]) == ("ok", "skipped: too little time")
 
 
 def test_a_part_of_gpu_that_fails_or_takes_too_long_ends_alone(tmp_path):

@@ -227,11 +227,11 @@ def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(rea
     """Thumbs of a product have answers alone; R1's and QwQ's templates open a thinking before them."""
     t = Tokenizer(Source(real("r1-distill")))
     with pytest.raises(
-        BadInput, match="in place of '<think>.n'; the prompt opens a thinking.*data"
+        BadInput, match="instead of '<think>.n'; the prompt opens a thinking.*data"
     ):
         ids({"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    with pytest.raises(BadInput, match="in place of '[^']*'$"):
+    with pytest.raises(BadInput, match="instead of '[^']*'$"):
         record = {"prompt": [user("p")], "completion": [bot(THOUGHT)], **off}
         ids(record, Tokenizer(Source(real("qwen3"))))
 
@@ -405,7 +405,7 @@ def test_reasoning_of_earlier_turns_may_be_left_out_and_is_counted(real, tmp_pat
         source = write(tmp_path / "d.jsonl", record)
         limits = Data(source, max_prompt=4096, max_completion=4096)
         _, counts = load_examples(source, Tokenizer(Source(real(name))), "rated", limits)
-        assert counts["with reasoning in earlier turns, which the chat template leaves out"] == n
+        assert counts["with reasoning in earlier turns, which the chat template drops"] == n
 
 
 # ---- a prompt that ends in the assistant's turn --------------------------------------------------

@@ -186,7 +186,7 @@ def test_pairs_with_two_equal_answers_are_counted_and_left_out(tmp_path, kind):
     for limit, numbers in ((64, [2, 3, 4]), (4, [2, 4])):
         found, counts = load(source, plain(), kind, max_completion=limit)
         assert list(dict.fromkeys(e.where for e in found)) == [f"{source}:{n}" for n in numbers]
-        assert counts["equal pairs, left out"] == len(answers) - len(numbers)
+        assert counts["equal pairs, dropped"] == len(answers) - len(numbers)
     source = write(tmp_path / "e.jsonl", records[0], records[0])
     (line,) = refusal(source, plain(), kind)
     assert line.startswith(f"{source}: no records; ") and "2 equal pairs, left out" in line

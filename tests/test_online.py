@@ -236,7 +236,7 @@ def test_an_answer_without_a_verdict_is_no_thumb_and_no_part_of_the_accuracy(
     assert (before["right"], before["of"], before["unjudged"]) == (2, 6, 1)
     assert [a["right"] for a in before["answers"][3:]] == [False, None, True, False]
     said = capsys.readouterr().out
-    assert "no verdict on 2 of 10 answers, which are left out" in said
+    assert "no verdict on 2 of 10 answers, which are not counted" in said
     assert "iteration 1: 10 examples, 2 right (25.0% of 8 that are rated)" in said
     assert "33.3%" in said and "2 of 6, 1 without a verdict" in said
 

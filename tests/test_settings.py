@@ -75,7 +75,7 @@ def test_naming_the_records_alone_keeps_the_demos_model_but_neither_validation_n
     s = parse("--data.train=t")
     assert (s.model, s.data.train, s.optim.lr) == (parse().model, "t", parse().optim.lr)
     assert (s.data.val, s.eval.check) == (None, None)
-    said = "your data.train: the demo's validation data and checker are left out\n"
+    said = "your data.train: the demo's validation data and checker are not used\n"
     assert capsys.readouterr().out == said
     s = parse("--data.val", "v", "--data.train=t", "--eval.check=demo")
     assert (s.data.val, s.eval.check) == ("v", "demo")

@@ -77,7 +77,7 @@ def test_every_combination_runs_and_a_failed_one_goes_on_with_the_same_command(c
     assert printed[:4] == [f"{run}  {end}" for run, end in zip(runs, ends)]
     Path("mine.py").write_text(PROGRAM + "# another version\n")
     sweep.main(GRID)
-    end = "finished before; the program has changed since: to run it anew, delete the folder"
+    end = "finished before; the program has changed since: to run it again, delete the folder"
     assert capsys.readouterr().out.splitlines()[:4] == [f"{run}  {end}" for run in runs]
 
 

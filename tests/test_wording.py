@@ -9,7 +9,7 @@ from tokens import bos, bot, chat, plain, rated, user, write
 
 from infra.settings import Data
 
-COUNT = "whose answer stands in a prompt of data.train"
+COUNT = "whose answer is in a prompt of data.train"
 
 
 def turns(*texts: str) -> list[dict]:
