@@ -226,9 +226,7 @@ def test_a_chat_template_gets_truth_values_and_numbers_as_such_and_all_else_as_t
 def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(real, ids):
     """Thumbs of a product have answers alone; R1's and QwQ's templates open a thinking before them."""
     t = Tokenizer(Source(real("r1-distill")))
-    with pytest.raises(
-        BadInput, match="instead of '<think>.n'; the prompt opens a thinking.*data"
-    ):
+    with pytest.raises(BadInput, match="instead of '<think>.n'; the prompt opens a thinking.*data"):
         ids({"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(BadInput, match="instead of '[^']*'$"):
