@@ -1,4 +1,4 @@
-"""What a run exports: final, best and final_adapter; and a program that exports any checkpoint of a run.
+"""The exports of a run: final, best and final_adapter; and a program that exports any checkpoint.
 
     python export.py out/run/checkpoints/step-00000100 --out FOLDER
 

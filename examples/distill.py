@@ -1,4 +1,4 @@
-"""On-policy distillation (GKD, arXiv 2306.13649): the policy learns a teacher's distribution on its own answers.
+"""On-policy distillation (GKD, arXiv 2306.13649): the policy learns a teacher's distribution on the policy's answers.
 
     python examples/distill.py --reference TEACHER
 

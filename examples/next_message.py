@@ -2,7 +2,7 @@
 
     python examples/next_message.py --data.train FILE --data.val FILE --data.extra next
 
-A record is a prompt, a completion and `next`, the message with which the user went on (python -m convert writes it).
+A record is a prompt, a completion and `next`, the user's next message (python -m convert writes it).
 The policy scores the completion twice: after the prompt, and after the prompt with the next message. If the next
 message makes a token less probable, the policy learns to make the token less probable, and the other way round.
 """
@@ -38,7 +38,7 @@ def without_thumb(record: dict) -> list[dict]:
 
 
 def with_next(prompt: str | list, message: str) -> str | list:
-    """A prompt, a text or messages, which also tells what the user will write next."""
+    """The prompt (a text or messages) with the user's next message in it."""
     hint = f"(My next message will be: {message})"
     if isinstance(prompt, str):
         return f"{hint}\n{prompt}"

@@ -86,7 +86,7 @@ def sign_of_rewards(recent: list[Row], is_late: bool) -> str | None:
 
 
 def sign_of_gradient(first: list[Row], recent: list[Row], clip: float) -> str | None:
-    """Not of a gradient that is clipped from the start on: AdamW divides by its size, and the demo ends as well."""
+    """A gradient that is clipped from the start on is no sign: AdamW divides by its size, and the demo ends as well."""
     before = mean(first, "grad_norm")
     now = median(row["grad_norm"] for row in recent)
     if now > clip and now > 3 * before:
