@@ -27,9 +27,10 @@ def muon(policy, cfg):
     adamw, of_muon = make_optimizer(policy, cfg), {id(p) for p in matrices}
     for group in adamw.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in of_muon]
-    decay = cfg.optim.weight_decay
+    o = cfg.optim
     # steps of the size of AdamW's, so that one learning rate serves both
-    of_blocks = torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    how = "match_rms_adamw"
+    of_blocks = torch.optim.Muon(matrices, o.lr, weight_decay=o.weight_decay, adjust_lr_fn=how)
     return Both(of_blocks, adamw)
 
 
