@@ -55,43 +55,17 @@ def check_objective(objective: Objective) -> None:
                 inspect.signature(getattr(objective, name)).bind(*names)
             except TypeError:
                 raise BadInput(f"{kind}.{name}: expected ({', '.join(names)})") from None
-    check_attributes(objective)
+    # a base that takes it from the settings, as kto.py does, has a property there
+    is_forgotten = type(objective).needs_mismatched_pairs is False
+    if objective.overrides("mismatched_completions") and is_forgotten:
+        refuse_unless(
+            objective.needs_mismatched_pairs,
+            f"{kind}.mismatched_completions: it would not be called: needs_mismatched_pairs is False",
+        )
     for name, value in vars(objective).items():
         parameters = value.parameters() if isinstance(value, torch.nn.Module) else [value]
         if any(getattr(p, "requires_grad", False) for p in parameters):
             raise BadInput(f"{kind}.{name}: nothing trains or saves it: make it in make_module")
-
-
-# attributes that a subclass of Objective may set
-ATTRIBUTES = (
-    "record_kind",
-    "needs_mismatched_pairs",
-    "needs_reference",
-    "by_token",
-    "average_logps",
-    "top_k",
-)
-
-
-def check_attributes(objective: Objective) -> None:
-    """Refuse a class attribute that a base's __init__ has replaced, as KTO.__init__ replaces average_logps; and pairs
-    that nobody asks for."""
-    for name in ATTRIBUTES:
-        value = getattr(objective, name)
-        owner = next(c for c in type(objective).__mro__ if name in vars(c))
-        if owner is not Objective and value != vars(owner)[name]:
-            raise BadInput(
-                f"{owner.__name__}.{name}: __init__ replaces it by {value!r}, which may come from the settings: "
-                "set it there, or after super().__init__"
-            )
-    # kto.py's own __init__ takes it from kto.loss: there it is no slip
-    set_by_init = "needs_mismatched_pairs" in vars(objective)
-    may_be_forgotten = not objective.needs_mismatched_pairs and not set_by_init
-    if objective.overrides("mismatched_completions") and may_be_forgotten:
-        kind = type(objective).__name__
-        raise BadInput(
-            f"{kind}.mismatched_completions: it would not be called: needs_mismatched_pairs is False"
-        )
 
 
 def check_settings(objective: Objective, cfg: RunSettings) -> None:

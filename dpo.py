@@ -14,6 +14,7 @@ Shape letters: G examples of a step, B of a micro-batch, K = 2 completions (chos
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -103,7 +104,10 @@ class DPO(Objective):
 
     def __init__(self, args: DPOSettings):
         self.args = args
-        self.average_logps = args.average_logps
+
+    @cached_property  # see KTO
+    def average_logps(self) -> bool:
+        return self.args.average_logps
 
     def true_margin(self, examples: list[Example]) -> torch.Tensor:
         """d (B,), from the rewards of the records. A record without rewards has those of the settings."""
@@ -128,7 +132,7 @@ class DPO(Objective):
         d_B = to_device(self.true_margin(batch.examples), h_B.device).to(h_B.dtype)
         preference_loss_B = LOSSES[args.loss](h_B, d_B, args)
         sft_loss_B = -logps[:, 0]
-        if args.average_logps:
+        if self.average_logps:
             sft_loss_B = sft_loss_B / batch.length[:, 0]
         loss_B = preference_loss_B + args.sft_loss_weight * sft_loss_B
         return loss_B, {

@@ -25,6 +25,7 @@ Shape letters: G examples of a step, B of a micro-batch, K completions of an exa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -80,9 +81,17 @@ class KTO(Objective):
 
     def __init__(self, args: KTOSettings):
         self.args = args
-        self.average_logps = args.average_logps  # read by Objective.logratio
-        # apo_zero_unpaired is the same loss with z = 0, because make_z returns 0 without pairs
-        self.needs_mismatched_pairs = args.loss == "kto"
+
+    # cached_property, so that an attribute of a subclass or of an instance takes its place
+
+    @cached_property
+    def average_logps(self) -> bool:
+        return self.args.average_logps
+
+    @cached_property
+    def needs_mismatched_pairs(self) -> bool:
+        """apo_zero_unpaired is the same loss with z = 0, because make_z returns 0 without pairs."""
+        return self.args.loss == "kto"
 
     def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
         """With kto.balance the weights come from the ratings."""
@@ -111,7 +120,7 @@ class KTO(Objective):
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
         preference_loss_B = kto_loss(logratio_B, z_B, batch.label, args)
         nll_B = -logp_B
-        if args.average_logps:
+        if self.average_logps:
             nll_B = nll_B / batch.length[:, 0]
         # The loop averages over all G examples; this factor turns that into an average over the desirable ones.
         scale = batch.step.size / max(1, batch.step.n_desirable)

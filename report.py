@@ -30,6 +30,7 @@ from infra.settings import RunSettings, Sampling, flatten, resume_rules
 PLOTS = """loss rewards/margins accuracy checker_accuracy
 entropy kl kl/clamped kl/own""".split()
 ABOUT = """
+rewards, kl: against the reference of the same run; code: a hash of the program's own files;
 before: checker_accuracy at step 0; kl/clamped: share of the training steps;
 test/: of the test split, by final, and by best; the others: of the last validation after step 0 that has the number
 (docs/columns.md)"""
@@ -135,14 +136,6 @@ def main(argv: list[str] | None = None) -> None:
     numbers.to_csv(out / "report.csv")
     table = numbers.groupby(names, sort=False).agg(mean_and_range).reset_index(drop=True)
     print(*labels, "", table.T.to_string(line_width=80), ABOUT, sep="\n")
-    if any(re.search(r"\b(model|reference)=", name) for name in groups):
-        print(
-            "the runs begin at different models: rewards and kl are against each run's own reference"
-        )
-    if any(re.search(r"\bcode=", name) for name in groups):
-        print(
-            "code: a hash of the program's own files; they have changed between the runs, perhaps only a comment"
-        )
     print(f"wrote {out}/report.png, report.csv")
 
 

@@ -30,8 +30,6 @@ from records.tokenizer import Tokenizer
 
 # Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
 SEARCH_INTERVAL = 4
-# Logits that a CPU turns into probabilities in one call: of 256 rows of a vocabulary of 262,144 these take 2 to 4 GB.
-CHOSEN_AT_ONCE = 2**23
 CPU_MEMORY = 64e9  # bytes; keys and values may have an eighth of them
 
 # ---- one token ----------------------------------------------------------------------------------
@@ -42,10 +40,6 @@ def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> 
     above u times the total. u is the row's uniform number, below 1, so such a token exists."""
     if args.temperature == 0:
         return logits_BV.argmax(-1)
-    rows = max(1, CHOSEN_AT_ONCE // logits_BV.shape[1])
-    if logits_BV.device.type == "cpu" and len(logits_BV) > rows:
-        parts = zip(logits_BV.split(rows), u_B.split(rows))
-        return torch.cat([choose_token(logits_bV, u_b, args) for logits_bV, u_b in parts])
     p_BV = (logits_BV.double() / args.temperature).softmax(-1)
     if args.top_p < 1:
         sorted_BV, token_BV = p_BV.topk(p_BV.shape[1])

@@ -410,10 +410,6 @@ OF_DPO = dpo.DPOSettings()
     "base, args, own, fault",
     [
         (kto.KTO, KNOWN, {"mak_z": kto.KTO.make_z}, "mak_z: not known: did you mean make_z"),
-        (kto.KTO, KNOWN, {"average_logps": KNOWN.average_logps}, None),
-        (kto.KTO, KNOWN, {"average_logps": not KNOWN.average_logps}, "average_logps: __init__ replaces it"),
-        (kto.KTO, KNOWN, {"needs_mismatched_pairs": False}, "needs_mismatched_pairs: __init__ replaces it by True"),
-        (dpo.DPO, OF_DPO, {"average_logps": True}, "average_logps: "),
         (dpo.DPO, OF_DPO, {"mismatched_completions": lambda self, examples: examples},
          "mismatched_completions: it would not be called"),
         (kto.KTO, KNOWN, {"__doc__": None}, None),  # python -OO
@@ -426,6 +422,19 @@ def test_an_attribute_that_would_have_no_effect_is_refused(base, args, own, faul
     else:
         with pytest.raises(BadInput, match=f"^Mine.{fault}"):
             check_objective(objective)
+
+
+@pytest.mark.parametrize("base, args", [(kto.KTO, KNOWN), (dpo.DPO, OF_DPO)])
+@pytest.mark.parametrize("place", ["class", "instance"])
+def test_an_attribute_of_a_fork_takes_the_place_of_the_setting(base, args, place):
+    given = {"average_logps": True, "needs_mismatched_pairs": False}
+    objective = type("Mine", (base,), given if place == "class" else {})(args)
+    if place == "instance":
+        vars(objective).update(given)
+    check_objective(objective)
+    r = objective.logratio(torch.tensor([[6.0]]), torch.tensor([[2.0]]), torch.tensor([[2]]))
+    assert r.item() == 2, "the mean over two tokens"
+    assert objective.needs_mismatched_pairs is False
 
 
 def test_parameters_that_nobody_trains_are_refused():

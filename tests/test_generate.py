@@ -169,20 +169,6 @@ def test_chances_added_as_whole_numbers_choose_the_same_tokens(settings):
     assert torch.equal(whole, plain) and len(set(whole.tolist())) > 100
 
 
-@pytest.mark.parametrize("settings", [{}, dict(top_p=0.9)])
-def test_a_cpu_chooses_the_tokens_of_a_large_vocabulary_a_few_rows_at_once(settings, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(20, 500, generator=generator)
-    u_B = torch.rand(20, generator=generator).double()
-    together = sampler.choose_token(logits, u_B, Sampling(**settings))
-    rows = []
-    cumsum = sampler.cumsum
-    monkeypatch.setattr(sampler, "cumsum", lambda p_BV: rows.append(len(p_BV)) or cumsum(p_BV))
-    monkeypatch.setattr(sampler, "CHOSEN_AT_ONCE", 3500)
-    assert torch.equal(sampler.choose_token(logits, u_B, Sampling(**settings)), together)
-    assert set(rows) == {7, 6}
-
-
 class Says(nn.Module):
     """In place of a model: says the next number, or what these logits say. rows: of each forward."""
 

@@ -85,24 +85,24 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 3_050,
+    "checks.py": 2_950,
     "data.py": 2_450,
     "dpo.py": 1_100,
     "evaluation.py": 2_800,
     "export.py": 800,  # what a run exports at its end, which was in evaluation.py
     "generate.py": 1_900,  # a line of a file of answers is compared whole before a command goes on
     "head.py": 1_350,
-    "kto.py": 1_140,  # kto.balance
+    "kto.py": 1_160,  # kto.balance; a fork's attributes take the place of settings
     "model.py": 2_700,  # log-probs of several tokens at a place
     "objective.py": 730,  # settings that depend on the records
     "online.py": 1_200,  # the plan for as many examples as rate made
     "packing.py": 1_600,
     "preview.py": 850,  # which was in records/
     "reference.py": 1_800,  # the keys of its cache, which were in packing.py
-    "report.py": 1_150,
+    "report.py": 1_100,
     "rollout.py": 2_500,  # an iteration has as many steps as the examples that rate made
     "run.py": 2_210,  # the context of a run, which was in checks.py
-    "sampler.py": 2_500,
+    "sampler.py": 2_450,
     "spin.py": 1_150,
     "sweep.py": 650,
     "trainer.py": 3_050,  # the reference names the tokens of Objective.top_k
