@@ -96,16 +96,14 @@ def test_the_commands_of_the_readme_run_in_the_order_in_which_they_stand(
         assert (expected[keys[-1]] if keys else "exported to") in said, command
 
 
-def test_the_loss_in_the_readme_is_that_of_kto_py_and_its_fork_runs(
-    tiny, ratings, tmp_path, monkeypatch
-):
+def test_the_loss_in_the_readme_is_that_of_kto_py_and_its_fork_runs(tiny, ratings, tmp_path):
     loss, fork = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     body = loss.split("\n", 1)[1]
     assert body in inspect.getsource(kto.kto_loss)
     argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=4", "--max_steps=2",
             "--progress=false", f"--out_dir={tmp_path / 'run'}"]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["mine.py", *argv])
-    exec(compile(fork, "mine.py", "exec"), {"__name__": "__main__"})
+    (tmp_path / "mine.py").write_text(fork)
+    subprocess.run([sys.executable, tmp_path / "mine.py", *argv], check=True)
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
