@@ -21,14 +21,12 @@ Found = tuple[tuple, object]
 def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
     """All values of a path: none if it does not exist, several after a star."""
     while steps and value is not None:
-        step, *rest = steps
-        if isinstance(value, str) and not step.startswith("*;"):
+        if isinstance(value, str) and not steps[0].startswith("*;"):
             value = opened(value)
         if isinstance(value, dict):
-            if step not in value:
-                step, rest = name_with_dots(value, steps)
-            if step in value:
-                value = value[step]
+            name, rest = field_of(value, steps)
+            if name in value:
+                value = value[name]
                 steps = rest
                 continue
         return find_in_elements(value, steps, index)
@@ -49,9 +47,10 @@ def find_in_elements(value: object, steps: list[str], index: tuple) -> list[Foun
     return [found for place, element in inner for found in find(element, rest, place)]
 
 
-def name_with_dots(value: dict, steps: list[str]) -> tuple[str, list[str]]:
-    """The field of an object whose name is several steps with dots between them, and the steps after it."""
-    for n in range(2, len(steps) + 1):
+def field_of(value: dict, steps: list[str]) -> tuple[str, list[str]]:
+    """The field of an object in which a path continues, and the steps after it. A field whose name has dots comes
+    first."""
+    for n in range(len(steps), 1, -1):
         name = ".".join(steps[:n])
         if name in value:
             return name, steps[n:]
