@@ -57,8 +57,8 @@ def sign_of_entropy(first: list[Row], recent: list[Row]) -> str | None:
     rises = f"entropy is {now:.2f}, and was {before:.2f} at the start (usual: it falls)"
     if mean(recent, "rewards/chosen") < 0 and mean(recent, "rewards/rejected") < 0:
         return (
-            f"{rises}, and answers of both labels become less probable: try a smaller optim.lr, try kto.balance if one "
-            "label is rare, and check that the labels are not turned round"
+            f"{rises}, and both chosen and rejected answers become less probable: try a smaller optim.lr, kto.balance "
+            "if one label is rare, or dpo.sft_loss_weight; check that the labels are not turned round"
         )
     kl = mean(recent, "kl")
     if kl > 1:
