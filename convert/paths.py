@@ -1,6 +1,6 @@
 """The path of a field of a foreign record, such as `choices.0.text` or `answers.*.score`.
 
-Reading order: find (a path in a record); Column (a path of --columns); names_in and nearest (for messages).
+Reading order: find (a path in a record); Column (a path of --columns); paths_in and nearest (for messages).
 """
 
 import json
@@ -152,17 +152,17 @@ class Column:
         return {self.text} | {steps[0] for part in self.parts for steps in part if steps}
 
 
-def names_in(value: object, before: str = "", depth: int = 6) -> Iterator[str]:
-    """All paths that a value has, for a message."""
+def paths_in(value: object, before: str = "", depth: int = 6) -> Iterator[tuple[str, object]]:
+    """All paths that a value has, and what lies there, for a message."""
     with suppress(BadInput):
         value = opened(value) if isinstance(value, str) else value
     if isinstance(value, dict) and depth:
         for name, inner in value.items():
-            yield before + name
-            yield from names_in(inner, f"{before}{name}.", depth - 1)
+            yield before + name, inner
+            yield from paths_in(inner, f"{before}{name}.", depth - 1)
     elif isinstance(value, list) and depth:
         for element in value[:5]:
-            yield from names_in(element, f"{before}*.", depth - 1)
+            yield from paths_in(element, f"{before}*.", depth - 1)
 
 
 def nearest(name: str, names: list[str]) -> str:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from convert.layout import Conversion
-from convert.paths import Column, names_in, nearest
+from convert.paths import nearest, paths_in
 from convert.reader import Reader, converted
 from infra.console import BadInput, user_error
 from infra.parse import parse_command, read_yaml
@@ -111,9 +111,8 @@ def with_fitting_form(settings: Conversion) -> Conversion:
     if n_ours or not sample:
         return settings
     lines = [fault, "no form of convert/forms fits; say where the fields are (docs/convert.md):"]
-    for path in list(dict.fromkeys(names_in(sample[0][1])))[:30]:
-        value = as_text(Column(path).one(sample[0][1]))
-        lines.append(f"  {path} = {value[:60]!r}")
+    for path, value in list(dict(paths_in(sample[0][1])).items())[:30]:
+        lines.append(f"  {path} = {as_text(value)[:60]!r}")
     raise BadInput("\n".join(lines))
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 from convert.answers import Judged, judged_answers
 from convert.conversation import nodes_of, rated_messages, rated_nodes
 from convert.layout import REWARDS, Conversion, Layout
-from convert.paths import Column, elements, names_in, nearest
+from convert.paths import Column, elements, nearest, paths_in
 from convert.values import Skipped
 from infra.console import BadInput
 from records.forms import ALIASES, PROMPTS, understand_record
@@ -172,7 +172,7 @@ class Reader:
                 self.counts[f"without {name}={column.text}"] = self.counts["read"]
         for setting, column in lost:
             if column.was_asked and not column.was_found:
-                names = [name for sample in self.samples for name in names_in(sample)]
+                names = [path for sample in self.samples for path, _ in paths_in(sample)]
                 near = nearest(column.text, names)
                 return f"{setting}{column.text}: found in no record; there is {near}"
         return ""
