@@ -108,10 +108,10 @@ def export(
     seed: int = 1,
     adapters: Mapping[str, Adapter] = {},
 ) -> None:
-    """Write a model as a Hugging Face folder: a copy of the source's, with these weights and adapters. rows: see
-    model.Packed. notes: more files, {name: text}. dtype: of all weights; None: of each its own in the source, but
-    float64 after a run in 64-true. seed: of the rounding. `weights` is empty afterwards, so that a large model need not
-    be in memory twice."""
+    """Write a model as a Hugging Face folder: a copy of the source's folder with these weights and adapters. rows: see
+    model.Packed. notes: more files, {name: text}. dtype: of all weights. None: each weight keeps its type in the
+    source, but a run in 64-true writes float64. seed: of the rounding. `weights` is empty afterwards, so that a large
+    model is not in memory twice."""
     if next(iter(weights.values())).dtype == torch.float64:
         dtype = dtype or torch.float64
     out.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def _write_weights(
                 name_in_model = name_of.get(name, name)
                 keys = name_in_model, name, f"{shell.base_model_prefix}.{name}"
                 key = next((key for key in keys if key in trained), name)
-                # what is not ours: a vision tower, layers that predict more tokens, constants
+                # not trained here: a vision tower, layers that predict more tokens, constants
                 x = trained.pop(key) if key in trained else stored.get_tensor(name)
                 if adapter := adapters.get(name_in_model.removesuffix(".weight")):
                     x = _with_adapter(x, adapter, rows[name_in_model].transposed)
@@ -173,8 +173,8 @@ def _trained_weights(
     weights: dict[str, torch.Tensor],
     n_parts_of: Counter,
 ) -> dict[str, torch.Tensor]:
-    """Our weights by transformers' names, but each expert by its name in the files. n_parts_of: how many weights of the
-    files a weight of transformers' model joins. `weights` is empty afterwards."""
+    """Our weights by transformers' names. Experts, which transformers joins, have their names in the files. n_parts_of:
+    from how many weights of the files a weight of transformers' model is made. `weights` is empty afterwards."""
     embedding = shell.get_input_embeddings()
     name = next(name for name, module in shell.named_modules() if module is embedding)
     embedding_VC = weights[rows[f"{name}.weight"].name]
@@ -204,7 +204,7 @@ def copy_text(file: Path, copy: Path) -> None:
 
 def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | None = None) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, with a card, and with the chat template
-    of the run. export_dtype: see export_types. Raises BadInput if adapters would be merged into other weights
+    of the run. export_dtype: see export. Raises BadInput if adapters would be merged into other weights
     than in training."""
     settings = read_settings(source.folder)
     state = read_state(source.folder)

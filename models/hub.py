@@ -30,6 +30,7 @@ from infra.settings import find_path, read_text, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # the same, and PEFT imports it
 
 # Quantised weights, by any method.
 QUANTISED = re.compile(r'"(quantization|compression)_config":\s*\{\s*"')
@@ -44,7 +45,9 @@ REFUSED = re.compile(  # the fields with any value but null and false
 # changes into it, and other versions may not read it), files of sampling and of image processors, and code that a
 # config may name.
 MODEL_FILES = re.compile(r"config.json|generation_config|(pre)?processor|.*\.py$")
-TOKENIZER_FILES = re.compile("tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
+TOKENIZER_FILES = re.compile(
+    r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|.*\.py$"
+)
 
 # transformers' name of a part of GPT-2 or of a Llama-shaped model, and litgpt's. q, k and v are one
 # matrix in litgpt.
@@ -102,9 +105,10 @@ class Source(NamedTuple):
     def files(self) -> list[Path]:
         """The files of config, sampling, tokenizer and code. An export copies these files, a resume compares
         them. The code is never run."""
-        files = [file for file in sorted(self.root.iterdir()) if MODEL_FILES.match(file.name)]
-        files += [x for x in sorted(self.tokenizer.iterdir()) if TOKENIZER_FILES.match(x.name)]
-        return files
+        files = []
+        for folder, names in ((self.root, MODEL_FILES), (self.tokenizer, TOKENIZER_FILES)):
+            files += [x for x in sorted(folder.iterdir()) if names.match(x.name) and x.is_file()]
+        return list(dict.fromkeys(files))  # code is in both lists
 
     @property
     def chat_template(self) -> Path | None:

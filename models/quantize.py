@@ -1,7 +1,5 @@
 """Weights in fewer bits: a base in 4 bits under adapters (QLoRA), matrices in bfloat16."""
 
-import logging
-
 import torch
 from torch import nn
 
@@ -21,8 +19,6 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
                 "lora.quantize: nf4 holds linear layers in 4 bits, and this model has matrices outside of them, such "
                 f"as the experts of a mixture ({name}): leave lora.quantize null"
             )
-    # bitsandbytes warns at every forward that it casts its inputs, which is what we want
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.nn as bnb  # slow to import
 
     for name, old in list(model.blocks.named_modules()):

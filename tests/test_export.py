@@ -24,6 +24,8 @@ from tiny_models import (
     same,
     same_weights,
     their_logits,
+    their_margin,
+    write_sentences,
 )
 
 import evaluation
@@ -196,39 +198,16 @@ def test_adapters_are_not_merged_into_other_weights(llama, ratings, tmp_path):
 
 # ---- what is exported is what was measured --------------------------------------------------------
 
-SENTENCES = [
-    {"prompt": f"question {i}", "completion": f" answer {i} {'yes' if i % 2 else 'no'}"}
-    for i in range(8)
-]
-
 
 @pytest.fixture(scope="module")
 def rated(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("rated") / "rated.jsonl"
-    rows = [record | {"label": i % 2 == 1} for i, record in enumerate(SENTENCES)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-@torch.no_grad()
-def logps_of(folder: Path) -> list[float]:
-    """Of the completions of SENTENCES, by transformers in float32."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model, logps = load_transformers(folder).float(), []
-    for record in SENTENCES:
-        prompt, completion = (tokenizer.encode(x) for x in record.values())
-        completion.append(tokenizer.eos_token_id)
-        ids = torch.tensor([prompt + completion])
-        logp_TV = model(input_ids=ids).logits[0].double().log_softmax(-1)
-        at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-        logps.append(logp_TV[at, ids[0, len(prompt) :]].sum().item())
-    return logps
+    return write_sentences(tmp_path_factory.mktemp("rated") / "rated.jsonl", 8)
 
 
 def margin_of(folder: Path, base: Path) -> float:
     """KTO's margin by hand: beta times the mean log-ratio of the good answers minus that of the bad ones."""
-    r = [0.1 * (a - b) for a, b in zip(logps_of(folder), logps_of(base))]
-    return sum(r[1::2]) / 4 - sum(r[::2]) / 4
+    new, old = (their_margin(load_transformers(x), x, 8) for x in (folder, base))
+    return 0.1 * (new - old)
 
 
 ONE_STEP_AT_A_TIME = ("--batch_size=4", "--max_steps=6", "--val_interval=1")
@@ -258,26 +237,6 @@ def test_the_numbers_after_training_are_of_the_exported_weights(name, llama, rat
         step, trained = out / "checkpoints" / "step-00000006", tmp_path / "trained"
         start("export", [str(step), "--out", str(trained), "--dtype=float32"])
         assert margin_of(trained, llama) != pytest.approx(validated, rel=5e-5), "else all are one"
-
-
-def test_small_steps_are_not_rounded_away(llama, rated, tmp_path):
-    out = tmp_path / "run"
-    argv = (f"--data.val={rated}", *ONE_STEP_AT_A_TIME, "--optim.lr=3e-6")
-    train(llama, rated, out, *argv)
-    # rows of tokens that no text has are not trained
-    name = "model.embed_tokens.weight"
-    old, new = (load_file(x / "model.safetensors")[name] for x in (llama, out / "final"))
-    is_same_row = (old.view(torch.int16) == new.view(torch.int16)).all(1)
-    assert is_same_row.sum() > 400 and not is_same_row.all()
-    step, trained = out / "checkpoints" / "step-00000006", tmp_path / "trained"
-    start("export", [str(step), "--out", str(trained), "--dtype=float32"])
-    unrounded = load_file(trained / "model.safetensors")[name]
-    margin = margin_of(trained, llama)
-    assert margin_of(out / "final", llama) == pytest.approx(margin, rel=0.25)
-    is_same = unrounded.bfloat16() == old
-    assert is_same[~is_same_row].float().mean() > 0.8, (
-        "to nearest, most weights would be the old ones"
-    )
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -427,23 +386,20 @@ def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
     return their_logits(PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval())
 
 
-def logits_by_one_scale(base: Path, adapter: Path, out: Path) -> torch.Tensor:
+@torch.no_grad()
+def logits_by_one_scale(base: Path, adapter: Path) -> torch.Tensor:
     """Logits of the base plus the adapter as programs read it that know no patterns: llama.cpp divides lora_alpha by
     the rank of each tensor, vLLM by r, and wants all ranks to be r."""
     config = json.loads((adapter / "adapter_config.json").read_text())
-    weights = {name: x.float() for name, x in load_file(base / "model.safetensors").items()}
+    hf = load_transformers(base).float()
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name, a in tensors.items():
-        if ".lora_A." in name:
+        layer, _, rest = name.removeprefix("base_model.model.").partition(".lora_A.")
+        if rest:
             assert len(a) == config["r"]
             delta = tensors[name.replace("lora_A", "lora_B")] @ a * config["lora_alpha"] / len(a)
-            layer = name.removeprefix("base_model.model.").replace("lora_A.", "")
-            layer = layer if layer in weights else layer.removeprefix("transformer.")
-            weights[layer] += delta.T if config["fan_in_fan_out"] else delta
-    shutil.copytree(base, out)
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    return their_logits(model.eval())
+            hf.get_submodule(layer).weight += delta.T if config["fan_in_fan_out"] else delta
+    return their_logits(hf)
 
 
 def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
@@ -470,7 +426,7 @@ def test_a_peft_folder_is_folded_into_the_start_and_stays_in_the_reference(
     config = json.loads((both / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama)
     assert config["r"] == 4
-    assert same(logits_by_one_scale(llama, both, tmp_path / "m2"), with_two, 1e-5)
+    assert same(logits_by_one_scale(llama, both), with_two, 1e-5)
 
 
 def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
@@ -479,7 +435,7 @@ def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
     trained = our_logits(tmp_path / "run" / "final")
     adapter = tmp_path / "run" / "final_adapter"
     assert not same(trained, our_logits(tiny), 1e-3)
-    assert same(logits_by_one_scale(tiny, adapter, tmp_path / "merged"), trained, 1e-5)
+    assert same(logits_by_one_scale(tiny, adapter), trained, 1e-5)
     assert same(peft_logits(tiny, adapter), trained, 1e-5)
 
 

@@ -170,11 +170,9 @@ def test_adapters_are_merged_for_sampling_and_taken_out_to_the_bit(name, folders
         assert p is before[n][0] and torch.equal(p, before[n][1])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_answers_in_bfloat16_are_sampled_with_all_that_was_learned_on_average(name, folders):
+def test_answers_in_bfloat16_are_sampled_with_all_that_was_learned_on_average(folders):
     """A change of a tenth of a weight's spacing: rounded to nearest, a few percent of it would be left."""
-    targets = {"gpt2": "mlp.c_proj", "llama": "up_proj,down_proj"}[name]
-    gpt = with_adapters(folders[name], Lora(rank=3, alpha=3, targets=targets))
+    gpt = with_adapters(folders["llama"], Lora(rank=3, alpha=3, targets="up_proj,down_proj"))
     layers = [m for m in gpt.modules() if hasattr(m, "lora_A")]
     deltas = []
     with torch.no_grad():

