@@ -111,7 +111,7 @@ BUDGETS = {
     "records/": 13_100,  # marks of parts of a completion
     "convert/": 10_160,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
     "rate/": 2_200,
-    "tests/": 126_800,  # answers of generate.py, the page and iterations, and what a run learns of them
+    "tests/": 126_750,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 10_550,  # the sick and healthy runs of docs/health.md
 }
 # What `python kto.py` imports.
