@@ -94,7 +94,8 @@ class Desk:
         )
         record = understand_record(fields_of(request) | {"label": True}, "rated")
         answer = answer_fields(content_of(record.completions[0]), bool(record.cut))
-        self.ratings.set(fields_of_prompt(self.model.asked(record)) | answer, label)
+        marks = {"spans": request["spans"]} if record.spans else {}
+        self.ratings.set(fields_of_prompt(self.model.asked(record)) | answer | marks, label)
         return self.counts()
 
 

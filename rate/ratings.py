@@ -58,9 +58,10 @@ class Ratings:
         key = answer_key(record)
         with self.lock:
             thumbs = self.read()
+            old = thumbs.get(key)
             if label is None:
                 thumbs.pop(key, None)
-            elif key not in thumbs or thumbs[key].record.label != label:
+            elif not old or (old.record.label, old.record.spans) != (label, record.spans):
                 thumbs[key] = Thumb(line, record)
             write_whole(self.file, as_lines([x.line for x in thumbs.values()]))
 

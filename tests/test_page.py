@@ -97,6 +97,25 @@ def play(tmp_path):
     return play
 
 
+def test_a_selected_part_of_an_answer_gets_a_mark_in_characters_as_python_counts_them(play):
+    steps = """
+        const asked = [];
+        server["/answer"] = () => answerOf("fig 🦊 apple pear", { model: "m" });
+        server["/rate"] = ({ label, spans }) => { asked.push([label, spans]); return counts(); };
+        const select = (from, to) => {
+          const text = document.querySelector(".answer").firstChild;
+          getSelection().setBaseAndExtent(text, from, text, to);
+        };
+        await say("one");
+        select(7, 12); click("👎"); await wait(600); // the fox is two units of JavaScript
+        found.push(document.querySelector("mark.down").textContent);
+        click("👍"); await wait(600);
+        found.push(...asked);
+    """
+    apple = [{"start": 6, "end": 11, "label": False}]
+    assert play(steps) == ["apple", [False, apple], [True, apple]]
+
+
 @pytest.mark.parametrize("gap", [20, 250, 450])
 def test_the_second_click_of_a_double_click_neither_withdraws_a_thumb_nor_rates_the_next_answer(
     gap, play

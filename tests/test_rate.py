@@ -111,6 +111,20 @@ def lines(file: str = "ratings.jsonl") -> list[dict]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
+def test_marks_of_an_answer_are_in_its_line_and_those_beyond_its_text_are_refused(page_of_module):
+    page, file = page_of_module
+    body = {"prompt": "What shines?", "completion": "fig 🦊 apple", "label": True}
+    apple = {"start": 6, "end": 11, "label": False}
+    for spans in ([apple], [apple, apple | {"start": 0, "end": 3}], []):
+        assert page("/rate", body | {"spans": spans})[0] == 200
+        assert lines(file)[-1].get("spans", []) == spans and lines(file)[-1]["label"] is True
+    code, said = page("/rate", body | {"spans": [apple | {"end": 12}]})
+    assert code == 400 and said["error"].startswith(
+        "spans: from 6 to 12, but the completion has 11"
+    )
+    page("/rate", body | {"label": None})
+
+
 def record(label: bool, answer: str = ANSWER) -> dict:
     """A rating as it shall stand in the file."""
     asked = {"prompt": QUESTION, "chat_template_kwargs": {}}
