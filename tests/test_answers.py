@@ -145,5 +145,5 @@ def test_a_file_of_answers_goes_on_the_next_day_and_each_answer_keeps_its_day(mo
     examples, _ = trained(model, write(tmp_path / "l.jsonl", yesterday | {"label": True}))
     assert Tokenizer(Source(model)).decode(examples[0].prompt).startswith("day 29 Feb 2024 ")
     write(prompts, {"prompt": "one", "tools": [TOOL]}, {"prompt": "two"})
-    with pytest.raises(BadInput, match="a.jsonl:1: an answer to another prompt"):
+    with pytest.raises(BadInput, match="a.jsonl:1: not an answer of this command"):
         generate.main(argv)

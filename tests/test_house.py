@@ -90,7 +90,7 @@ BUDGETS = {
     "dpo.py": 1_100,
     "evaluation.py": 2_800,
     "export.py": 800,  # what a run exports at its end, which was in evaluation.py
-    "generate.py": 1_900,  # a line of a file of answers is compared whole before a command goes on
+    "generate.py": 1_850,
     "head.py": 1_350,
     "kto.py": 1_160,  # kto.balance; a fork's attributes take the place of settings
     "model.py": 2_700,  # log-probs of several tokens at a place
