@@ -144,11 +144,11 @@ def load_file(
         if record.spans:
             marked = token_label(where, record, completions[0], tokenizer)
             example = example._replace(token_label=marked[: data.max_completion])
-        asked = {}
+        fields = {}
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
-            asked = fields_of_prompt(asked_record(record, tokenizer, by_template))
+            fields = fields_of_prompt(asked_record(record, tokenizer, by_template))
         wording = wording_of(record, by_template, example.prompt_key)
-        example = example._replace(wording=wording, asked=asked)
+        example = example._replace(wording=wording, asked=fields)
         examples += learned_from(example, kind, counts)
     return examples
 
@@ -274,15 +274,15 @@ def our_records(
 ) -> Iterator[tuple[str, object]]:
     """(place, record) of the record at `where`; several or none if a fork's main(make_records=...) makes them. The
     place also names the source of a record of `python -m convert`. Raises BadInput."""
-    made = [raw]
+    records = [raw]
     if make_records:
         try:
             with user_code("main(make_records=...)"):
-                made = make_records(raw) or []
+                records = make_records(raw) or []
         except Failed as e:  # an error about this record
             raise BadInput(str(e)) from e
-        counts["dropped by main(make_records=...)"] += not made
-    for i, record in enumerate(made, 1):
+        counts["dropped by main(make_records=...)"] += not records
+    for i, record in enumerate(records, 1):
         place = where if i == 1 else f"{where}:{i}"
         source = record.get("source") if isinstance(record, dict) else None
         if is_place(source):
@@ -392,12 +392,12 @@ def load_splits(
 
 def count_known(held_out: list[Example], train: list[Example], counts: Counter) -> None:
     """Count the held-out examples that are also in training, and those with a prompt that is in training."""
-    known = {hash(example.key) for example in train}
-    known_prompts = {hash(example.prompt_key) for example in train}
+    keys = {hash(example.key) for example in train}
+    prompt_keys = {hash(example.prompt_key) for example in train}
     for example in held_out:
-        if hash(example.key) in known:
+        if hash(example.key) in keys:
             counts["which are in data.train, too"] += 1
-        elif hash(example.prompt_key) in known_prompts:
+        elif hash(example.prompt_key) in prompt_keys:
             counts["whose prompt is in data.train, with other answers"] += 1
     n = standing_in([e.wording for e in train], [e.wording for e in held_out])
     counts["whose answer is in a prompt of data.train"] += n

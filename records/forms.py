@@ -348,6 +348,13 @@ def as_turns(prompt: Turns) -> list[dict]:
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
+def as_answer(completion: str | dict) -> dict:
+    """A completion as a message of the assistant."""
+    if isinstance(completion, dict):
+        return completion
+    return {"role": "assistant", "content": completion}
+
+
 def content_of(completion: str | dict) -> str | None:
     """The text of a completion; None of a message that calls tools without a word."""
     return completion if isinstance(completion, str) else completion.get("content")

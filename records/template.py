@@ -17,8 +17,10 @@ from functools import partial
 from os.path import commonprefix
 from typing import NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from infra.console import BadInput, user_error
-from records.forms import Record, as_turns, unique_keys
+from records.forms import Record, as_answer, as_turns, unique_keys
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 # Fields of a message that hold its author's thinking. Many templates drop it in all turns except the last
@@ -46,7 +48,7 @@ class Text(NamedTuple):
 class ChatTemplate:
     """A model's chat template, run by transformers' tokenizer `hf`."""
 
-    def __init__(self, hf, date: str | None, kwargs: dict):
+    def __init__(self, hf: PreTrainedTokenizerBase, date: str | None, kwargs: dict):
         """kwargs: for the template, where a record gives none of these names."""
         self.hf = hf
         define_date(date)  # a bad one is refused here
@@ -94,10 +96,7 @@ class ChatTemplate:
         """The texts of a record's prompt and completions; adds to the counts. Raises BadInput."""
         turns = as_turns(record.prompt)
         self.first = self.first or record._replace(tools=None)
-        answers = [
-            {"role": "assistant", "content": x} if isinstance(x, str) else x
-            for x in record.completions
-        ]
+        answers = [as_answer(completion) for completion in record.completions]
         is_text = not set().union(*answers) - {"role", "content"}
         if record.cut and not is_text:
             raise BadInput("cut: expected an answer that is a text, without calls and reasoning")
@@ -167,7 +166,7 @@ class ChatTemplate:
         return has_lost_reasoning
 
 
-def template_of(hf, tools: list[dict] | None = None) -> str:
+def template_of(hf: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> str:
     """The chat template for dialogues with these tools, without the byte order mark that some editors write."""
     return hf.get_chat_template(tools=tools).removeprefix("\ufeff")
 
@@ -199,15 +198,15 @@ def around_answer(write: Write, dialogue: list[dict], begun: str = "") -> tuple[
 
 def completion_text(write: Write, prompt: str, dialogue: list[dict]) -> str:
     """The text that the template writes after the prompt for the answer. Raises BadInput."""
-    whole = write(dialogue)
+    rendered = write(dialogue)
     text = dialogue[-1]["content"] or ""
-    if not whole.startswith(prompt) and "</think>" in text:
+    if not rendered.startswith(prompt) and "</think>" in text:
         # DeepSeek-R1's template ends the prompt with <think>, but drops the thinking of an answer. There the
         # completion is the answer's text, which closes the thinking, and then the end of a turn.
         before, end = around_answer(write, dialogue)
         if prompt.removeprefix(before).startswith("<think>"):
             return text.lstrip().removeprefix("<think>").lstrip("\n") + end
-    return text_behind(prompt, whole)
+    return text_behind(prompt, rendered)
 
 
 def sampled_text(write: Write, dialogue: list[dict], answer: dict, cut: bool) -> str:
@@ -339,17 +338,16 @@ def faults_of_texts(
 ) -> list[tuple[Text, str]]:
     """(text, fault) for each text of the dialogue that the template does not write exactly once."""
     marked, texts = mark_texts(dialogue)
-    whole = prompt + (completion or "")
+    rendered = prompt + (completion or "")
     written = ""
     with suppress(Exception):  # the template looks into a text, as for a number
         written = write(marked, add_generation_prompt=completion is None)
     faults = []
-    if (
-        MARKS.sub("", written) != whole
-    ):  # the marks change more, so look for the texts without marks
+    if MARKS.sub("", written) != rendered:
+        # The marks change more than the texts that they mark, so look for the texts without marks.
         for text in texts:
             is_of_answer = completion is not None and text.turn == len(dialogue) - 1
-            if not stands_in(text.text, whole if is_of_answer else prompt):
+            if not stands_in(text.text, rendered if is_of_answer else prompt):
                 faults.append((text, "does not write"))
         return faults
     for i, text in enumerate(texts):

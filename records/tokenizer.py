@@ -131,8 +131,8 @@ class Tokenizer:
         (ids,) = self.encode([end])
         if any(i in self.stops for i in ids):
             return
-        known = self.hf.added_tokens_decoder.keys() - {self.hf.unk_token_id}
-        special = next((i for i in ids if i in known), None)
+        added = self.hf.added_tokens_decoder.keys() - {self.hf.unk_token_id}
+        special = next((i for i in ids if i in added), None)
         if special is None:
             say(
                 f"the chat template ends an answer in {end!r}, which is no token at which sampling ends: "

@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left
 from typing import NamedTuple
 
-from records.forms import Record, as_turns, content_of
+from records.forms import Record, as_answer, as_turns
 
 
 class Wording(NamedTuple):
@@ -56,9 +56,8 @@ def wording_of_messages(record: Record) -> Wording:
             in_prompt.append(hash_of([texts[i - 1], texts[i]]))
     answers = []
     for completion in record.completions:
-        turn = {"content": completion} if isinstance(completion, str) else completion
-        content = first_words + (content_of(completion) or "")
-        answer = words_of_turn({**turn, "role": "assistant", "content": content})
+        turn = as_answer(completion)
+        answer = words_of_turn({**turn, "content": first_words + (turn["content"] or "")})
         answers.append(hash_of([*texts[-1:], answer]) if answer else "")
     links = [record.conversation_id] if record.conversation_id else []
     roles = [turn["role"] for turn in turns] + ["user"]
