@@ -171,8 +171,6 @@ class Layout:
         columns = self.columns
         answers = columns.keys() & {*ANSWERS, "verdict"}
         replaced = {*columns, *(ANSWERS if answers else ())}
-        if answers - {"completion", "messages"}:
-            replaced.add("label")
         self.replaced = {*replaced, *(x for x, name in ALIASES.items() if name in replaced)}
         for column in columns.values():
             self.replaced |= column.names()

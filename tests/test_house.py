@@ -109,7 +109,7 @@ BUDGETS = {
     "infra/": 13_750,  # the signs of a sick run (health.py)
     "models/": 11_200,
     "records/": 13_100,  # marks of parts of a completion
-    "convert/": 10_160,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
+    "convert/": 10_130,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
     "rate/": 2_200,
     "tests/": 126_750,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 10_550,  # the sick and healthy runs of docs/health.md
