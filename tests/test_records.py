@@ -314,7 +314,7 @@ def test_a_row_of_a_csv_file_with_too_few_cells_has_empty_ones_and_is_counted(tm
 def test_a_csv_file_that_is_no_utf_8_is_refused_by_its_field(tmp_path):
     (tmp_path / "d.csv").write_bytes(b"prompt,completion,label\np,caf\xe9,1\n")
     (raw,) = raw_records(tmp_path / "d.csv")
-    with pytest.raises(BadInput, match="^completion: .*half of a character, or no UTF-8; .*caf"):
+    with pytest.raises(BadInput, match="^completion: .*half of a character, or no UTF-8.*caf"):
         understand_record(raw, "rated")
 
 
