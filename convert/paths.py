@@ -123,16 +123,15 @@ class Column:
         return result
 
     def _first(self, alternatives: list[list[str]], record: object, index: tuple) -> list[Found]:
-        """The first alternative with a value, or the first that is there."""
-        first: list[Found] = []
+        """The first alternative with a value, or the last."""
+        found: list[Found] = []
         for steps in filter(None, alternatives):
             found = find(record, steps, index)
             for _, value in found:
                 self.was_found = True
                 if is_there(value):
                     return found
-            first = first or found
-        return first
+        return found
 
     def one(self, record: object) -> object:
         """The value in a record, a list if there are several, or None."""
