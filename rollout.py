@@ -173,25 +173,14 @@ def policy_answers(
         for start in range(len(rows), len(examples), size):
             batch = examples[start : start + size]
             prompts = [e.prompt for e in batch]
-            gaps = [None] * len(batch)
             seed = mixed(run.cfg.seed * 1009 + i, start)
             if run.rollout:
                 check_stop()
                 questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
-
-                def ask_engine() -> tuple:
-                    with user_code("rollout"):
-                        answers = run.rollout(*questions)
-                    return read_engine(answers, len(prompts))
-
-                fresh, logps, max_gap = on_rank_0(run.fabric, ask_engine)
-                for j, (prompt, ids) in enumerate(zip(prompts, fresh), start):
-                    check_scorable(run, f"rollout: answer {j}", prompt, (ids,), longest)
-                if logps:
-                    gaps = engine_gaps(run, batch, fresh, logps)
-                    check_gap(gaps, fresh, max_gap)
+                fresh, gaps = engine_answers(run, batch, questions, start, longest)
                 advance(len(prompts))
             else:
+                gaps = [None] * len(batch)
                 fresh = generate(
                     run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, check_stop
                 )
@@ -207,6 +196,28 @@ def policy_answers(
     answers = [row["ids"] for row in rows]
     run.engine_gap = mean_gap([row.get("gap") for row in rows], answers)
     return answers
+
+
+def engine_answers(
+    run: "Run", batch: list[Example], questions: tuple, first: int, longest: int
+) -> tuple[list[list[int]], list[float | None]]:
+    """The engine's answers to a batch of prompts, and what engine_gaps says of them; None for each answer if the engine
+    gives no log-probs. questions: the engine's arguments. first: the number of the first answer. longest: tokens of the
+    iteration's longest prompt. A collective. Raises BadInput, Failed."""
+
+    def ask_engine() -> WithLogps:
+        with user_code("rollout"):
+            answers = run.rollout(*questions)
+        return read_engine(answers, len(batch))
+
+    answers, logps, max_gap = on_rank_0(run.fabric, ask_engine)
+    for j, (example, ids) in enumerate(zip(batch, answers), first):
+        check_scorable(run, f"rollout: answer {j}", example.prompt, (ids,), longest)
+    if not logps:
+        return answers, [None] * len(batch)
+    gaps = engine_gaps(run, batch, answers, logps)
+    check_gap(gaps, answers, max_gap)
+    return answers, gaps
 
 
 def read_engine(given: Any, n: int) -> WithLogps:

@@ -438,14 +438,18 @@ def test_a_file_of_prompts_is_answered_as_transformers_would_and_kto_learns_from
         BadInput, match="sampled.jsonl:3: not an answer of this command, by its kind, prompt: give"
     ):
         generate.main([*sampled, "--num_generations=3"])
-    with pytest.raises(BadInput, match="sampled.jsonl:1: not an answer of this command, by its settings: give"):
+    with pytest.raises(
+        BadInput, match="sampled.jsonl:1: not an answer of this command, by its settings: give"
+    ):
         generate.main([*sampled, "--seed=2"])
     other = tmp_path / "other"
     shutil.copytree(model, other)
     weights = load_file(other / "model.safetensors")
     weights = {name: x * 1.5 for name, x in weights.items()}
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BadInput, match="sampled.jsonl:1: not an answer of this command, by its settings: give"):
+    with pytest.raises(
+        BadInput, match="sampled.jsonl:1: not an answer of this command, by its settings: give"
+    ):
         generate.main([*sampled, "--model", str(other)])
     with pytest.raises(BadInput, match="^extra: generator, cut: what an answer's own line says$"):
         generate.main([*greedy, "--extra=kind,generator,cut"])
