@@ -44,12 +44,13 @@ def check_objective(objective: Objective) -> None:
     than the loop's call, and parameters that nobody trains."""
     kind = type(objective).__name__
     for name in dir(type(objective)):
-        hook = getattr(Objective, name, None)
-        if not hasattr(Objective, name):  # python -OO leaves None as __doc__
+        if name not in dir(Objective):  # python -OO leaves None as __doc__
             like = get_close_matches(name, dir(Objective), 1, cutoff=0.85)
             if like:
                 raise BadInput(f"{kind}.{name}: not known: did you mean {like[0]}?")
-        elif inspect.isfunction(hook):
+            continue
+        hook = getattr(Objective, name)
+        if inspect.isfunction(hook):
             _, *names = inspect.signature(hook).parameters
             try:
                 inspect.signature(getattr(objective, name)).bind(*names)
@@ -71,8 +72,8 @@ def check_objective(objective: Objective) -> None:
 def check_settings(objective: Objective, cfg: RunSettings) -> None:
     """Refuse settings that do not go with the algorithm."""
     kind = type(objective).__name__
-    for name in ("reference", "reference_cache"):
-        if getattr(cfg, name) and not objective.needs_reference:
+    for name, value in {"reference": cfg.reference, "reference_cache": cfg.reference_cache}.items():
+        if value and not objective.needs_reference:
             raise BadInput(f"{name}: {kind} has no reference")
     if objective.by_token and cfg.reference_cache:
         raise BadInput(
@@ -90,8 +91,8 @@ def check_settings(objective: Objective, cfg: RunSettings) -> None:
 
 def check_files(data: Data) -> None:
     """Refuse a file of records that is not there, before a model is fetched."""
-    for split in ("train", "val", "test"):
-        for source in split_sources(getattr(data, split)):
+    for split, sources in {"train": data.train, "val": data.val, "test": data.test}.items():
+        for source in split_sources(sources):
             for file in files_of(source):
                 path = find_path(file)
                 is_file = path.suffix.lower() in ENDINGS
@@ -134,7 +135,9 @@ def idle_rules(
     has_checker: bool,
 ) -> list[IdleRule]:
     """When settings have no effect, given the other settings, these records and the chat template."""
-    train, val, test = examples["train"], examples["val"], examples["test"]
+    train = examples["train"]
+    val = examples["val"]
+    test = examples["test"]
     kind = objective.record_kind
     has_both = kind in ("rated", "paired")
     is_checked = has_checker and bool(val or test)
@@ -145,7 +148,7 @@ def idle_rules(
     rates_by_checker = kind == "prompts"  # online.py
     rated = kind == "rated"
     down = [not e.label for e in train]
-    sampling = [f"eval.{one.name}" for one in fields(Sampling)]
+    sampling = [f"eval.{setting.name}" for setting in fields(Sampling)]
     is_distinct = len({e.prompt_key for e in train}) == len(train)
     chosen, rejected = zip(*(e.rewards for e in train)) if kind == "paired" else ([None], [None])
     return [
@@ -233,27 +236,27 @@ def check_new_reference(cfg: RunSettings, has_reference: bool, share: float) -> 
     """Refuse a move of the reference that cannot be, before anything has changed (Run.new_reference)."""
     refuse_unless(has_reference, "new_reference: this objective has no reference")
     refuse_unless(0 < share <= 1, f"new_reference: share: expected above 0, at most 1, got {share}")
-    refuse_unless(
-        not cfg.reference_cache,
-        "reference_cache: it has the log-probs of a reference that stays, and this one moves",
-    )
+    if cfg.reference_cache:
+        raise BadInput(
+            "reference_cache: it has the log-probs of a reference that stays, and this one moves"
+        )
     if not cfg.lora.rank or cfg.reference:
         return
-    own = "give --reference, too, the model itself"
+    advice = "give --reference, too, the model itself"
     refuse_unless(
         share == 1,
-        f"lora.rank: the reference is the model without adapters, which cannot move by a share: {own}",
+        f"lora.rank: the reference is the model without adapters, which cannot move by a share: {advice}",
     )
-    check_merging(cfg, instead=f"; or {own}")
+    check_merging(cfg, instead=f"; or {advice}")
 
 
 def check_merging(cfg: RunSettings, instead: str = "") -> None:
     """Refuse a moving reference that adapters are merged into, if it could not hold them. instead: other advice."""
-    merged = "adapters are merged into the base, which is their reference"
-    refuse_unless(
-        not cfg.lora.quantize,
-        f"lora.quantize: {merged}, which a quantised base cannot take{instead}",
-    )
+    if cfg.lora.quantize:
+        raise BadInput(
+            "lora.quantize: adapters are merged into the base, which is their reference, and a quantised base "
+            f"cannot take them{instead}"
+        )
 
 
 def check_optimizer(
@@ -325,10 +328,10 @@ def check_loss(given: object, B: int) -> tuple[torch.Tensor, dict[str, torch.Ten
 def check_same_columns(columns: Iterable[str], expected: Iterable[str]) -> None:
     """Refuse micro-batches that differ in their columns: a missing column would silently count as 0."""
     differ = ", ".join(sorted(set(columns) ^ set(expected)))
-    refuse_unless(
-        not differ,
-        f"loss: columns {differ}: not of every micro-batch: return the same columns for each",
-    )
+    if differ:
+        raise BadInput(
+            f"loss: columns {differ}: not of every micro-batch: return the same columns for each"
+        )
 
 
 def check_row(row: object) -> dict[str, float | None]:

@@ -17,7 +17,7 @@ import torch
 from lightning.fabric import Fabric
 
 from infra.checkpoint import checkpoint_folder
-from infra.console import run_cli, say
+from infra.console import BadInput, run_cli, say
 from infra.files import publish_folder
 from infra.settings import LocalPath, find_path, refuse_unless
 from models.export import export_checkpoint, exported_type, make_card
@@ -96,14 +96,15 @@ def export_adapters(run: "Run") -> None:
     publish_folder(run.fabric, write, run.folder / "final_adapter")
 
 
-def main(argv=None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
     parser.add_argument("--out", type=LocalPath, required=True, help="where to write")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args(argv)
     out = Path(args.out)
-    refuse_unless(not out.exists(), f"out: {out}: is there already")
+    if out.exists():
+        raise BadInput(f"out: {out}: is there already")
     refuse_unless(
         (args.checkpoint / "state.json").exists(),
         f"checkpoint: {args.checkpoint}: not a checkpoint of a run",

@@ -113,7 +113,7 @@ def read_prompts(
     """file:line -> record, for each distinct prompt of the records, in their order. asked: as AskedModel.asked. extra:
     the fields that each record must have. Without extra, all fields besides the prompt count. Raises BadInput."""
     records: dict[str, Record] = {}
-    known = set()
+    keys = set()
     faults: list[str] = []
     for where, raw in decoded_records(source, faults):
         with collect(faults, where):
@@ -122,8 +122,8 @@ def read_prompts(
                 record = record._replace(beside={})
             record = asked(record)
             key = prompt_key(record)
-            if key not in known:
-                known.add(key)
+            if key not in keys:
+                keys.add(key)
                 records[where] = record
     if faults:
         raise BadInput("\n".join(faults[:20]))
@@ -213,10 +213,10 @@ def check_done(out: Path, done: list[dict], lines: list[dict]) -> None:
         # the name of the model may be another path of the same weights
         names = lines[i].keys() - {"generator"}
         differ = sorted(name for name in names if row.get(name) != lines[i][name])
-        refuse_unless(
-            not differ,
-            f"{where}: not an answer of this command, by its {', '.join(differ)}: give another --out",
-        )
+        if differ:
+            raise BadInput(
+                f"{where}: not an answer of this command, by its {', '.join(differ)}: give another --out"
+            )
 
 
 def answer_file(model: AskedModel, args: Ask) -> None:
@@ -266,9 +266,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.num_generations > 1 and args.temperature == 0:
         faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
-    taken = [name for name in split_commas(args.extra) if name in OWN_FIELDS]
-    if taken:
-        faults.append(f"extra: {', '.join(taken)}: what an answer's own line says")
+    reserved = [name for name in split_commas(args.extra) if name in OWN_FIELDS]
+    if reserved:
+        faults.append(f"extra: {', '.join(reserved)}: what an answer's own line says")
     out = Path(args.out).expanduser()
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
