@@ -410,8 +410,8 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     micro = step.micro_batch(few).to(run.fabric.device)
     packed = micro.packed
     if run.objective.top_k:
-        asked = packed._replace(top_k=run.objective.top_k)
-        packed = packed.with_targets(loop.reference_forward(asked).targets)
+        packed_with_top_k = packed._replace(top_k=run.objective.top_k)
+        packed = packed.with_targets(loop.reference_forward(packed_with_top_k).targets)
     scores = loop.forward(packed)
     agree = ""
     if run.objective.needs_reference and not run.cfg.reference:
@@ -426,8 +426,8 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
         check_same(logps, ref_logps, run.state.step)
         agree = "policy and reference agree to the bit; "
     check_mixing(step, few, scores, run.objective.needs_reference, loop.micro_batch_loss)
-    own = scores.logps[..., 0] if run.objective.top_k else scores.logps
-    nats = own.double().sum() / micro.length.sum()
+    own_logps = scores.logps[..., 0] if run.objective.top_k else scores.logps
+    nats = own_logps.double().sum() / micro.length.sum()
     say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
 
 

@@ -92,9 +92,12 @@ class Settings(RunSettings):
     dpo: DPOSettings = DPOSettings()
 
     def idle_rules(self) -> list[IdleRule]:
-        own = "dpo.gt_reward_scale dpo.chosen_reward dpo.rejected_reward"
+        rpo_settings = "dpo.gt_reward_scale dpo.chosen_reward dpo.rejected_reward"
         is_rpo = self.dpo.loss.startswith("rpo")
-        return [*super().idle_rules(), (not is_rpo, own, f"{self.dpo.loss} reads no true rewards")]
+        return [
+            *super().idle_rules(),
+            (not is_rpo, rpo_settings, f"{self.dpo.loss} reads no true rewards"),
+        ]
 
 
 class DPO(Objective):

@@ -97,12 +97,13 @@ class KTO(Objective):
         """With kto.balance the weights come from the ratings."""
         if not self.args.balance:
             return cfg
-        given = (self.args.desirable_weight, self.args.undesirable_weight)
+        given_weights = (self.args.desirable_weight, self.args.undesirable_weight)
         up, down = class_weights(train)
         refuse_unless(
-            given in ((1.0, 1.0), (up, down)),
+            given_weights in ((1.0, 1.0), (up, down)),
             f"kto.balance: it sets kto.desirable_weight to {up:.4g} and kto.undesirable_weight to {down:.4g} for these "
-            f"records, and you gave {given[0]:.4g} and {given[1]:.4g}: leave both at 1, or --kto.balance false",
+            f"records, and you gave {given_weights[0]:.4g} and {given_weights[1]:.4g}: leave both at 1, or "
+            "--kto.balance false",
         )
         self.args = replace(self.args, desirable_weight=up, undesirable_weight=down)
         return replace(cfg, kto=self.args)

@@ -61,7 +61,7 @@ def parse_preview(words: list[str]) -> PreviewSettings:
     """The settings of a command line. --split there is --data.split. Raises BadInput."""
     if words and not words[0].startswith("--"):
         words = ["--train", *words]
-    names = {one.name for one in fields(Data)}
+    names = {setting.name for setting in fields(Data)}
     long_words = []
     for word in words:
         name = word.removeprefix("--").partition("=")[0]

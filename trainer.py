@@ -114,9 +114,9 @@ class Trainer:
         seconds = time.perf_counter() - began
         run.throughput.add(step.examples, seconds)
         if row_is_due:
-            own = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, loop_columns, plan)
+            own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, loop_columns, plan)
             # throughput.read() covers all steps since the last row
-            row = join_columns(row, own | run.throughput.read())
+            row = join_columns(row, own_row | run.throughput.read())
             run.logger.step(step_number, row, seconds)
         if self.is_first_step:
             say(f"step {step_number}: {run.throughput.memory():.1f} GB of memory at its peak")
@@ -309,8 +309,8 @@ class Trainer:
         batch = replace(micro, outputs=scores.outputs)
         with user_code("loss"):
             logps, ref_logps = objective.reduce_tokens(scores.logps, ref_logps, micro.length)
-            given = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
-        loss_B, own_columns = checks.check_loss(given, B=len(micro.part.indices))
+            result = objective.loss(logps, ref_logps, batch, z_G[micro.index_B])
+        loss_B, own_columns = checks.check_loss(result, B=len(micro.part.indices))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
         if scores.entropy is not None:
@@ -384,9 +384,8 @@ class Trainer:
                 seed_for_forks(run.fabric, run.cfg.seed, run.state.step)
             with user_code("mismatched_completions"):
                 completions = run.objective.mismatched_completions(examples)
-            if (
-                overrides
-            ):  # the result of rank 0, because a fork may draw other random numbers on each rank
+            # the result of rank 0, because a fork may draw other random numbers on each rank
+            if overrides:
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.budget)
 

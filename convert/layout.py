@@ -176,10 +176,10 @@ class Layout:
             self.replaced |= column.names()
         self.replaced -= set(self.extra)
         self.keeps_all = all(column.is_name for column in columns.values())
-        kept = [*BESIDE, *MEDIA, *self.extra]
+        field_names = [*BESIDE, *MEDIA, *self.extra]
         if not columns.keys() & {*PROMPTS, "messages", "id"}:  # the record's own prompt counts
-            kept += [*PROMPTS, "question", "history"]
-        self.kept = [name for name in kept if name not in self.replaced]
+            field_names += [*PROMPTS, "question", "history"]
+        self.kept = [name for name in field_names if name not in self.replaced]
 
     def fields_beside(self, raw: dict) -> dict:
         """The fields of a record besides a prompt and its answers, and those that no column replaces."""

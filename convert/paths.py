@@ -124,14 +124,14 @@ class Column:
 
     def _first(self, alternatives: list[list[str]], record: object, index: tuple) -> list[Found]:
         """The first alternative with a value, or the last."""
-        found: list[Found] = []
+        values: list[Found] = []
         for steps in filter(None, alternatives):
-            found = find(record, steps, index)
-            for _, value in found:
+            values = find(record, steps, index)
+            for _, value in values:
                 self.was_found = True
                 if is_there(value):
-                    return found
-        return found
+                    return values
+        return values
 
     def one(self, record: object) -> object:
         """The value in a record, a list if there are several, or None."""

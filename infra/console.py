@@ -104,8 +104,8 @@ class Work:
             return
         self.shown = now
         if self.total:
-            left = seconds / self.done * (self.total - self.done)
-            say(f"{self.title}: {self.done / self.total:.0%}, {duration(left)} left")
+            seconds_left = seconds / self.done * (self.total - self.done)
+            say(f"{self.title}: {self.done / self.total:.0%}, {duration(seconds_left)} left")
         else:
             say(f"{self.title}: {self.done:,}")
 
@@ -157,8 +157,8 @@ def own_line(error: Exception) -> str:
     """`file:line` of the innermost call that is neither in an installed package nor in Python itself."""
     installed = "/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"), "<"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if not any(part in x.filename for part in installed)]
-    innermost = (own or frames)[-1]
+    own_frames = [x for x in frames if not any(part in x.filename for part in installed)]
+    innermost = (own_frames or frames)[-1]
     return f"{innermost.filename}:{innermost.lineno}"
 
 

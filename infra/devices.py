@@ -259,9 +259,9 @@ def set_weights(
     for name, p in module.unique_parameters().items():
         x = torch.empty(p.shape) if weights is None else weights.get(name)
         if x is not None:
-            own = local_part(p)
+            part = local_part(p)
             new = local_part(place_like(x.detach().to(p.dtype), p))
-            own.copy_(new if share == 1 else moved(own, new, share, seed, name))
+            part.copy_(new if share == 1 else moved(part, new, share, seed, name))
 
 
 def moved(

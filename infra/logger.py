@@ -202,10 +202,10 @@ class Logger:
         self.shown = step
         if self.cfg.progress:
             # the ETA does not count the time of loading before the first step
-            left = (now - self.began) / (step - self.first + 1) * (self.total - step)
+            seconds_left = (now - self.began) / (step - self.first + 1) * (self.total - step)
             # without accuracy, which needs more than one step
             cells = " ".join(format_cells(row | {"accuracy": None}))
-            say(f"step {step}/{self.total}: {cells} ETA {duration(left)}")
+            say(f"step {step}/{self.total}: {cells} ETA {duration(seconds_left)}")
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""

@@ -149,10 +149,10 @@ def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Opt
             undecayed.update(m.parameters(recurse=False))
     trained = [p for p in policy.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2 and p not in undecayed]
-    others = [p for p in trained if p.ndim < 2 or p in undecayed]
+    undecayed_params = [p for p in trained if p.ndim < 2 or p in undecayed]
     groups = [{"params": decayed, "weight_decay": o.weight_decay}]
-    if others:
-        groups.append({"params": others, "weight_decay": 0.0})
+    if undecayed_params:
+        groups.append({"params": undecayed_params, "weight_decay": 0.0})
     betas = (o.beta1, o.beta2)
     return torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.eps, fused=True)
 

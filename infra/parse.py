@@ -61,11 +61,11 @@ def parse_command(
 ) -> typing.Any:
     """The settings of a command. defaults: values by dotted names; `cls`, which may be a fork's, need not have all of
     these names. Raises BadInput."""
-    known = flatten(cls)
-    defaults = {name: value for name, value in (defaults or {}).items() if name in known}
-    values, switches = read_command(words, known)
-    given = defaults | values
-    texts = {name: argument_text(value, known[name]) for name, value in given.items()}
+    settings = flatten(cls)
+    defaults = {name: value for name, value in (defaults or {}).items() if name in settings}
+    values, switches = read_command(words, settings)
+    with_values = defaults | values
+    texts = {name: argument_text(value, settings[name]) for name, value in with_values.items()}
     parser = jsonargparse.ArgumentParser(
         usage="python %(prog)s [--config FILE] [--SETTING VALUE ...]",
         description=doc.split("\n\n")[0],
@@ -78,7 +78,7 @@ def parse_command(
     try:
         parsed = parser.parse_args([*(f"--{name}={x}" for name, x in texts.items()), *switches])
     except (jsonargparse.ArgumentError, ValueError) as e:
-        raise BadInput(one_line(str(e), texts, known)) from None
+        raise BadInput(one_line(str(e), texts, settings)) from None
     return build(cls, parsed)
 
 
@@ -183,10 +183,10 @@ def argument_text(value: object, kind: typing.Any) -> str:
 def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]) -> str:
     """jsonargparse's message about a setting, in one line."""
     # jsonargparse 4.41: Key "data.train" is required; 4.53: arguments are required: data.train
-    found = re.search(r'([Kk]ey "|required: )([\w.]+)', message)
-    if not found or found[2] not in known:
+    match = re.search(r'([Kk]ey "|required: )([\w.]+)', message)
+    if not match or match[2] not in known:
         return " ".join(message.split())
-    name = found[2]
+    name = match[2]
     kind = _type_name(known[name])
     if name in texts:
         return f"{name}: expected {kind}, got {texts[name]}"
@@ -207,9 +207,9 @@ def unknown_name(name: str, known: Mapping[str, object]) -> str:
 def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:
     """The sentences under the fields: jsonargparse does not read inherited ones."""
     for base in cls.__mro__[:-1]:
-        for one in docstring_parser.parse_from_object(base).params:
-            option = parser._option_string_actions[f"--{prefix}{one.arg_name}"]
-            option.help = one.description
+        for parameter in docstring_parser.parse_from_object(base).params:
+            option = parser._option_string_actions[f"--{prefix}{parameter.arg_name}"]
+            option.help = parameter.description
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             _add_help(parser, kind, f"{name}.")

@@ -308,7 +308,9 @@ class RunSettings:
 
     def idle_rules(self) -> list[IdleRule]:
         """When settings have no effect because of other settings. checks.py adds those that depend on the records."""
-        of_lr = [f"optim.{one.name}" for one in dataclasses.fields(Optim) if one.name != "lr"]
+        of_lr = [
+            f"optim.{setting.name}" for setting in dataclasses.fields(Optim) if setting.name != "lr"
+        ]
         rules: list[IdleRule] = [
             (not self.lora.rank, "lora.", "there are no adapters without lora.rank"),
             (self.optim.lr == 0, " ".join(of_lr), "optim.lr is 0"),
@@ -325,15 +327,15 @@ class RunSettings:
 def given_settings(settings: object, prefix: str = "") -> list[str]:
     """The dotted names of the settings that differ from their defaults."""
     names = []
-    for one in dataclasses.fields(settings):
-        value = getattr(settings, one.name)
-        name = f"{prefix}{one.name}"
+    for setting in dataclasses.fields(settings):
+        value = getattr(settings, setting.name)
+        name = f"{prefix}{setting.name}"
         if dataclasses.is_dataclass(value):
             names += given_settings(value, f"{name}.")
             continue
-        default = one.default
-        if one.default_factory is not dataclasses.MISSING:
-            default = one.default_factory()
+        default = setting.default
+        if setting.default_factory is not dataclasses.MISSING:
+            default = setting.default_factory()
         if value != default:
             names.append(name)
     return names
@@ -341,12 +343,16 @@ def given_settings(settings: object, prefix: str = "") -> list[str]:
 
 def idle_settings(settings: object, rules: list[IdleRule]) -> list[str]:
     """One message per rule that holds. It names the settings of the rule that the user has given."""
-    given = given_settings(settings)
+    given_names = given_settings(settings)
     lines = []
     for holds, names, reason in rules:
-        own = names.split()
+        idle_names = names.split()
         # "lora." means the whole group
-        idle = [name for name in given if name in own or f"{name.split('.')[0]}." in own]
+        idle = [
+            name
+            for name in given_names
+            if name in idle_names or f"{name.split('.')[0]}." in idle_names
+        ]
         if holds and idle:
             lines.append(f"no effect: {', '.join(idle)}: {reason}")
     return lines
@@ -361,9 +367,9 @@ def resume_rules(cls: type) -> dict[str, str]:
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             rules |= {f"{name}.{inner}": rule for inner, rule in resume_rules(kind).items()}
-    for one in dataclasses.fields(cls):
-        if "resume" in one.metadata:
-            rules[one.name] = one.metadata["resume"]
+    for setting in dataclasses.fields(cls):
+        if "resume" in setting.metadata:
+            rules[setting.name] = setting.metadata["resume"]
     return rules
 
 

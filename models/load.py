@@ -121,17 +121,19 @@ def model_of_transformers(hf: transformers.PreTrainedModel) -> Packed:
 def _has_own_blocks(gpt: Packed, source: Source) -> bool:
     """Whether the model computes with blocks of a fork's own (GPT.block_class), which nothing can be compared
     with. Raises BadInput where it would compute another model than the folder's."""
-    own = "" if GPT.block_class is Block else GPT.block_class.__name__
+    block_name = "" if GPT.block_class is Block else GPT.block_class.__name__
     blocks = blocks_of(source)
-    if blocks not in ("", own):
+    if blocks not in ("", block_name):
         raise BadInput(
             f"its blocks are {blocks}: it can be loaded where GPT.block_class is that class"
         )
-    if own and not isinstance(gpt, GPT):
-        raise BadInput(f"transformers' own class computes this type: {own} would have no effect")
-    if own:
-        say(f"the blocks are {own}: log-probs are not compared with those of transformers")
-    return bool(own)
+    if block_name and not isinstance(gpt, GPT):
+        raise BadInput(
+            f"transformers' own class computes this type: {block_name} would have no effect"
+        )
+    if block_name:
+        say(f"the blocks are {block_name}: log-probs are not compared with those of transformers")
+    return bool(block_name)
 
 
 @torch.no_grad()

@@ -38,9 +38,9 @@ def _check_folder(folder: Path) -> None:
     """Raises BadInput if the adapter is of a kind that PEFT would not read as it was trained."""
     file = folder / "adapter_config.json"
     config = read_json(file)
-    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    known_fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     for name, value in {"peft_type": None, **config}.items():  # the type first: it has the others
-        if value not in VALUES.get(name, [value]) or (value and name not in known):
+        if value not in VALUES.get(name, [value]) or (value and name not in known_fields):
             raise BadInput(f"{file}: {name}: {value} is not supported")
     # before PEFT looks for a pickle
     refuse_missing_weights(folder, [folder / "adapter_model.safetensors"])

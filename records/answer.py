@@ -19,14 +19,14 @@ def asked_record(record: Record, tokenizer: Tokenizer, by_template: bool) -> Rec
 
 def fields_of_prompt(record: Record) -> dict:
     """The fields of a prompt in a file. A record that is read from these fields has the same prompt."""
-    asked = {
+    prompt_fields = {
         "prompt": record.prompt,
         "tools": record.tools,
         "chat_template_kwargs": record.template_kwargs,
         "date": record.date,
     }
-    asked = {name: value for name, value in asked.items() if value is not None}
-    fields = {"prompt": record.prompt} | record.beside | record.extra | asked
+    prompt_fields = {name: value for name, value in prompt_fields.items() if value is not None}
+    fields = {"prompt": record.prompt} | record.beside | record.extra | prompt_fields
     return json.loads(json.dumps(fields, default=str))  # a table has days, too
 
 
