@@ -489,6 +489,7 @@ def test_a_card_names_its_model_by_its_id_and_no_folder_of_this_machine(
 ):
     """The Hub refuses a path as base_model, and a card without it is in no tree of models."""
     llama = shutil.copytree(llama, tmp_path / "base")
+    (llama / "README.md").write_text("---\nlicense: other\nlicense_name: own\n---\n# A model\n")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(llama))
     run = tmp_path / "run"
     train("org/base", ratings, run, *STEPS, *LORA, "--max_steps=1")
@@ -498,6 +499,8 @@ def test_a_card_names_its_model_by_its_id_and_no_folder_of_this_machine(
         for name, library in libraries.items():
             card = huggingface_hub.ModelCard.load(folder / name / "README.md")
             assert (card.data.base_model, card.data.library_name) == (base, library)
+            licence = ("other", "own") if base else (None, None)
+            assert (card.data.license, card.data.get("license_name")) == licence
             assert card.data.tags == ["kto", "preference-tuning"]
             assert f"  train: {ratings.name}\n" in card.text
             assert f"out_dir: {folder.name}\n" in card.text

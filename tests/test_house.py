@@ -107,7 +107,7 @@ BUDGETS = {
     "sweep.py": 650,
     "trainer.py": 3_050,  # the reference names the tokens of Objective.top_k
     "infra/": 13_750,  # the signs of a sick run (health.py)
-    "models/": 11_200,
+    "models/": 11_250,
     "records/": 13_100,  # marks of parts of a completion
     "convert/": 10_130,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
     "rate/": 2_200,
