@@ -110,7 +110,7 @@ def test_what_an_iteration_learns_from_is_not_made_anew_in_its_middle(tiny, prom
     out = tmp_path / "run"
     go(tiny, prompts, out, "--stop_at=3")
     (out / "iterations" / "answers-2.jsonl").unlink()
-    match = "answers-2.jsonl: missing, or not what this iteration learns from: go on"
+    match = "answers-2.jsonl: missing, or not what this iteration learns from: continue in"
     with pytest.raises(BadInput, match=match):
         go(tiny, prompts, out, "--resume=auto")
     end = checkpoint_folder(out, 2)
