@@ -85,7 +85,7 @@ def made_ahead(items: Iterator) -> Iterator:
 
 def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
     """For each example the completion of the next example, in circular order, that has another prompt and another
-    completion. None if there is no such example. The chosen completion represents an example that has two.
+    completion. None if there is no such example. Of a pair the chosen completion is taken.
 
     A shift by one is not enough. Two ratings of one prompt often follow each other, and then the mismatched
     completion could be the example's own one."""
@@ -110,7 +110,7 @@ def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | No
 # the limit of a micro-batch if neither micro_batch_size nor micro_batch_tokens is set
 DEFAULT_TOKENS = 16384
 CPU_ACTIVATIONS = 4e9  # bytes: the most that the activations of a micro-batch may take on a CPU
-# numbers that the backward keeps, roughly: per token, layer and unit of the width
+# activations that are kept for the backward, roughly: for each token, layer and hidden unit
 NUMBERS_KEPT = 20
 
 
@@ -316,7 +316,9 @@ def split_step(
     sizes = [1] * len(examples)  # of each example without its prompt
     if budget.counts_tokens:
         sizes = [sum(map(len, e.completions)) for e in examples]
-        if mismatched_completions is not None:  # they are another batch: the larger one must fit
+        if (
+            mismatched_completions is not None
+        ):  # they are packed apart, and the larger batch must fit
             sizes = [max(size, len(ids)) for size, ids in zip(sizes, mismatched_completions)]
     groups = []
     group_sizes = []
@@ -330,7 +332,7 @@ def split_step(
 
 
 def split_groups(groups: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
-    """The parts of every rank. sizes: of the groups.
+    """The parts of every rank. sizes: one for each group, in units of the budget.
 
     Every rank gets about equally much work, and equally many parts: the missing ones are fillers."""
     parts_of_ranks = []

@@ -17,8 +17,9 @@ has the other methods that an algorithm may override, such as make_z and after_s
 
 Differences from the paper and from other implementations:
 - z is one number for all examples of an optimizer step, made from all micro-batches and devices.
-- The prompts of a mismatched pair always differ.
-- Before the first step a few examples are scored. Every r must be exactly 0, unless --reference names another model.
+- A mismatched pair never has a completion of its own prompt.
+- Before the first step a few examples are scored. Every r of an example's own completion must be exactly 0, unless
+  --reference names another model.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """

@@ -74,8 +74,8 @@ class PackedBatch(NamedTuple):
     completion_M: torch.Tensor
     # which of the N tokens are keys, one sequence after the other; 0 ... N - 1 if no prompt is shared
     key_I: torch.Tensor
-    # key_order_I sorts key_I by token, and key_order_start_N has the offsets of the segments. They make the backward
-    # of the gather one segment sum.
+    # In the backward the gradients of a token's copies as a key are added up. key_order_I sorts the copies by token.
+    # key_order_start_N, (N + 1,), says where the copies of each token begin.
     key_order_I: torch.Tensor
     key_order_start_N: torch.Tensor
     # offsets of the sequences' queries (torch's cu_seq_q), of their queries if only completions are queries, and of
@@ -91,7 +91,7 @@ class PackedBatch(NamedTuple):
     max_keys: int
     # L: tokens of the longest completion of the step
     longest: int
-    # Of how many tokens, the most probable ones by the model, it gives the log-probs beside those of the targets.
+    # k: the model also returns the log-probs of its k most probable tokens at each target. 0: none.
     top_k: int = 0
 
     @property

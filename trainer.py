@@ -57,8 +57,9 @@ class Trainer:
         """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ends the run before its last
         step. A signal during a validation raises Interrupted instead.
 
-        By default the examples are data.train, and the plan is that of the whole run. A second fit must be given a
-        plan."""
+        By default the examples are data.train, and the plan is that of the whole run: its steps, and how many are an
+        epoch (infra/optimizer.py). A fit of spin.py or online.py is one iteration of several. A second fit must be
+        given a plan."""
         run = self.run
         assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
@@ -90,7 +91,7 @@ class Trainer:
         run.state.step += 1
         step_number = run.state.step
         row_is_due = is_due(step_number, run.cfg.log_interval, plan)
-        seed_for_forks(run.fabric, run.cfg.seed, step_number)
+        seed_for_forks(run.fabric, run.cfg.seed, step_number)  # for code of the user's that draws
         run.policy.train()  # everywhere else the policy is in eval mode
         # The first step is slow and comes before any row, so it soon shows that the run is alive.
         silent = 5 if self.is_first_step else 60  # seconds
@@ -142,9 +143,10 @@ class Trainer:
         ranks. entropy: whether to compute the column `entropy`.
 
         The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z comes
-        first, in a pass without gradient. If the step is one micro-batch, the policy's forward can come before z.
-        Then the mismatched pairs reuse the prompts of that forward, which saves a pass over the prompts. If there
-        were several micro-batches, the activations of all of them would have to be kept until z is known.
+        first, in a pass without gradient (z_first). If each rank has one micro-batch and the step has mismatched
+        pairs, the policy's forward can come before z (policy_forward_first). Then the mismatched pairs reuse the
+        prompts of that forward, which saves a pass over the prompts. With several micro-batches the activations of
+        all of them would have to be kept until z is known.
 
         Both orders give the same numbers up to rounding (dropout aside)."""
         step.move_to(self.run.fabric.device)
@@ -165,6 +167,7 @@ class Trainer:
         columns_G: Columns = {}
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.gradient_sync(is_last=i == len(step.parts) - 1):
+                # with top_k the policy also scores the tokens that the reference chose
                 packed = micro.packed.with_targets(all_ref_scores[i].targets)
                 scores = self.forward(packed, entropy=entropy)
                 self.loss_and_backward(micro, scores, all_ref_scores[i].logps, z, columns_G)
@@ -210,13 +213,15 @@ class Trainer:
         prompts: PromptCache | None = None,
     ) -> Scores:
         """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the scores of the
-        reference, and writes the log-ratios of the pairs, in nats. prompts: the policy's, if they are computed.
+        reference, and writes the log-ratios of the pairs, in nats. prompts: those of the policy's forward, if it came
+        before.
 
         In a training step the policy is in train mode, so LoRA dropout also affects z.
 
-        Equal models give r == 0 exactly if both take the same path. Own completions always do. Mismatched ones do in
-        policy_forward_first, because both models reuse their prompts. In z_first only the reference does, so r is 0
-        up to rounding."""
+        Equal models give r == 0 exactly if both models compute the prompt in the same forward, or both read it from a
+        cache. That is so for all own completions, and for mismatched ones in policy_forward_first. In z_first the
+        reference reads the prompts of mismatched pairs from a cache and the policy does not, so r is 0 up to
+        rounding."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
         packed = micro.packed._replace(top_k=objective.top_k)
@@ -409,8 +414,9 @@ class Trainer:
         """Start a run or an iteration: check it, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        if run.state.step == run.reference_step:  # the reference must now equal the policy
+        if run.state.step == run.reference_step:  # the step whose weights the reference has
             checks.check_start(self, examples)
+        # released: all its log-probs are in the cache, and the model is freed
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         # unvalidated: the run was stopped during the validation of this step
