@@ -308,6 +308,15 @@ def test_a_plain_completion_ends_with_one_eos(tmp_path):
     assert (e.prompt.dtype, e.completions[0].dtype) == (np.int32, np.int32)
 
 
+@pytest.mark.parametrize("tokenizer, prompt", [(plain, "p"), (chat, [user("p")])])
+def test_an_answer_that_was_cut_has_no_end_and_others_have_one(tmp_path, tokenizer, prompt):
+    records = [rated(prompt, "best", cut=cut) for cut in (False, True)]
+    whole, cut = read(write(tmp_path / "d.jsonl", *records), tokenizer())
+    text = ids_of(tokenizer(), "best")
+    assert ids(cut)[1] == text
+    assert ids(whole)[1][: len(text)] == text and len(ids(whole)[1]) > len(text)
+
+
 DIALOGUE = rated([user("p")], [bot("c")])
 QUESTION = {"question": "p", "completion": "c", "label": 1}
 # the records of a file, whether its tokenizer has a template, whether it is used
