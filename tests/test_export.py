@@ -176,8 +176,8 @@ def test_a_model_in_16_bits_is_loaded_and_exported_without_a_second_one_in_float
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     n = hf.num_parameters()
     out, final = tmp_path / "out", tmp_path / "run" / "final"
-    # export.py loads the base, too
-    assert 1.8 < peak_of(f"export.main(['{checkpoint}', '--out', '{out}'])", llama) / n < 3
+    # 2 of the model and 1 of the largest temporary tensors; a copy in float32 would make it 4 or more
+    assert 1.8 < peak_of(f"export.main(['{checkpoint}', '--out', '{out}'])", llama) / n < 3.5
     exported = [load_file(x / "model.safetensors") for x in (out, final)]
     assert same_weights(*exported)
 
