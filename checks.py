@@ -23,6 +23,7 @@ from infra.settings import (
     RunSettings,
     Sampling,
     find_path,
+    refuse,
     refuse_unless,
     split_commas,
 )
@@ -214,8 +215,7 @@ def check_sampling(
             faults.append(
                 f"{lengths}, and mismatched pairs may have both; at most {context - longest}"
             )
-    if faults:
-        raise BadInput("\n".join(faults))
+    refuse(faults)
 
 
 def sampling_faults(args: Sampling, prefix: str = "") -> list[str]:

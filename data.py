@@ -316,9 +316,8 @@ def split_step(
     sizes = [1] * len(examples)  # of each example without its prompt
     if budget.counts_tokens:
         sizes = [sum(map(len, e.completions)) for e in examples]
-        if (
-            mismatched_completions is not None
-        ):  # they are packed apart, and the larger batch must fit
+        # mismatched pairs are packed apart, and the larger batch must fit
+        if mismatched_completions is not None:
             sizes = [max(size, len(ids)) for size, ids in zip(sizes, mismatched_completions)]
     groups = []
     group_sizes = []

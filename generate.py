@@ -30,6 +30,7 @@ from infra.settings import (
     LocalPath,
     Sampling,
     idle_settings,
+    refuse,
     refuse_unless,
     split_commas,
 )
@@ -125,8 +126,7 @@ def read_prompts(
             if key not in keys:
                 keys.add(key)
                 records[where] = record
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
+    refuse(faults)
     refuse_unless(records, f"prompts: {source}: no records")
     return records
 
@@ -200,8 +200,7 @@ def read_done(out: Path) -> list[dict]:
         with collect(faults, where):
             refuse_unless(isinstance(row, dict), "expected an object")
             rows.append(row)
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
+    refuse(faults)
     return rows
 
 
@@ -235,8 +234,7 @@ def answer_file(model: AskedModel, args: Ask) -> None:
         with collect(faults, where):
             prompts += [model.encode(record)] * args.num_generations
             lines += [fields_of_prompt(record) | origin] * args.num_generations
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
+    refuse(faults)
     check_done(out, done, lines)
     if done:
         say(f"{len(done):,} of {len(lines):,} answers are in {out} already")
@@ -272,8 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out).expanduser()
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
-    if faults:
-        raise BadInput("\n".join(faults))
+    refuse(faults)
     model = AskedModel(args.model, args.plain, args.chat_template_kwargs)
     if args.prompts:
         answer_file(model, args)

@@ -189,9 +189,8 @@ class PackedSequence(NamedTuple):
     k: int  # which of the example's completions
     prompt: np.ndarray
     completion: np.ndarray
-    place: (
-        np.ndarray
-    )  # of the prompt and of the completion without its last token, which is no input
+    # of the prompt and of the completion without its last token, which is no input
+    place: np.ndarray
     completion_place: np.ndarray  # of the completion alone
 
 

@@ -246,9 +246,8 @@ class Run:
         saves nothing, and a message names the last checkpoint."""
         failed = error is not None and not isinstance(error, Interrupted)
         if isinstance(error, Interrupted):
-            traceback.clear_frames(
-                error.__traceback__
-            )  # the frames hold the model, which is freed below
+            # the frames hold the model, which is freed below
+            traceback.clear_frames(error.__traceback__)
             self.stop_early(self.stop.reason)
         elif isinstance(error, Exception) and (self.saved_step or self.state.iteration):
             self.say_how_to_continue("stopped by an error")  # an iteration has saved its answers

@@ -4,7 +4,6 @@
 
 Each run has the settings of config/demo.yaml."""
 
-import json
 import os
 import random
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from demo import make
-from infra.files import as_lines
+from infra.files import as_lines, read_lines
 from infra.health import read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +41,7 @@ RUNS = {
 def ratings_of(kind: str, folder: Path) -> Path:
     """A file of the demo's ratings. own: as they are, of the model's own answers. others: 60% are of another author's
     answers. turned: with the labels turned round. rare: 10% thumbs up. noisy: 256 of them, a quarter turned round."""
-    rows = [json.loads(line) for line in RATINGS.read_text().splitlines()]
+    rows = read_lines(RATINGS)
     rng = random.Random(1)
     if kind == "own":
         return RATINGS

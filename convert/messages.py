@@ -110,11 +110,8 @@ def text_of(content: object) -> str:
         kind = str(content.get("type", "text"))
         if LEFT_OUT.search(kind) or content.get("thought") is True:  # so Gemini marks its own
             return ""
-        for name in (
-            "content",
-            "text",
-            "value",
-        ):  # OpenAI's Responses have parts inside
+        # OpenAI's Responses have parts inside
+        for name in ("content", "text", "value"):
             if isinstance(content.get(name), str | list | dict):
                 return text_of(content[name])
     raise Skipped(f"with a part of a message that is no text ({kind})")

@@ -3,7 +3,6 @@
 Without --form and --columns it says which form fits. Without --out it shows three records as they would come out.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from infra.console import BadInput, user_error
 from infra.parse import parse_command, read_yaml
 from infra.settings import find_path, read_text, split_commas
 from preview import show_record
-from records.forms import as_text, understand_record
+from records.forms import ENCODER, as_text, understand_record
 from records.sources import decoded_records, files_of, split_sources
 
 FORMS = Path(__file__).parent / "forms"
@@ -66,13 +65,12 @@ def read_form(name: str) -> dict:
 def write(records: Iterable[dict], settings: Conversion, counts: Counter) -> None:
     """Write the records, so that the file is whole or not there. Raises BadInput."""
     out = Path(settings.out)
-    # a table has days, times and decimals; str is their text in ISO 8601, but for the T of a time
-    encoder = json.JSONEncoder(ensure_ascii=False, default=str)
     unfinished = out.with_name(f".{out.name}.tmp")
     try:
         with user_error("--out"), open(unfinished, "w", encoding="utf-8") as file:
             for record in records:
-                file.write(encoder.encode(record) + "\n")
+                # a table has days, times and decimals; str is their text in ISO 8601, but for the T of a time
+                file.write(ENCODER.encode(record) + "\n")
             if not file.tell():
                 dropped = [f"; {n:,} {what}" for what, n in counts.items() if what != "read"]
                 raise BadInput(f"{settings.file}: no records{''.join(dropped)}")

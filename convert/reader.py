@@ -15,6 +15,7 @@ from convert.layout import REWARDS, Conversion, Layout
 from convert.paths import Column, elements, nearest, paths_in
 from convert.values import Skipped
 from infra.console import BadInput
+from infra.settings import refuse
 from records.forms import ALIASES, PROMPTS, understand_record
 from records.sources import decoded_records, files_of, split_sources
 
@@ -63,8 +64,7 @@ class Reader:
                 self.counts["pairs" if is_pair else KINDS[understood.label]] += 1
                 yield {**record, "source": where}
         line = self.path_that_finds_nothing()
-        if line or self.faults:
-            raise BadInput(line or "\n".join(self.faults[:20]))
+        refuse([line] if line else self.faults)
 
     # ---- one record ------------------------------------------------------------------------------
 

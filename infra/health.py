@@ -13,7 +13,7 @@ FEWEST = 5  # rows of metrics.csv: fewer say nothing
 Row = dict[str, float]
 
 
-def is_due(step: int, total: int) -> bool:
+def signs_are_due(step: int, total: int) -> bool:
     """Whether a run of `total` steps looks for signs after this step."""
     return step in (math.ceil(total / 10), math.ceil(total / 2), total)
 

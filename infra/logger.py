@@ -221,7 +221,7 @@ class Logger:
         """At a tenth, at half and at the end of a run: say the first sign that it is sick. A run of several
         iterations is not checked, because the log-ratios restart at 0 in each."""
         is_whole = plan.begin == 0 and plan.end == plan.total
-        if not self.main or not is_whole or not health.is_due(step, plan.total):
+        if not self.main or not is_whole or not health.signs_are_due(step, plan.total):
             return
         rows = health.read_rows(self.out / "metrics.csv")
         validations = health.read_rows(self.out / "val.csv")

@@ -163,9 +163,8 @@ def read_config_file(file: str) -> dict[str, object]:
     settings = flatten(groups)
     folder = path.resolve().parent
     if path.name == "settings.yaml" and (folder / "checkpoints").is_dir():
-        settings["out_dir"] = str(
-            folder
-        )  # a run's own file; the folder may have been moved or copied
+        # a run's own file; the folder may have been moved or copied
+        settings["out_dir"] = str(folder)
     return settings
 
 

@@ -63,6 +63,12 @@ def refuse_unless(ok, message: str) -> None:
         raise BadInput(message)
 
 
+def refuse(faults: list[str]) -> None:
+    """Raise BadInput with the first 20 faults, one on each line, if there are any."""
+    if faults:
+        raise BadInput("\n".join(faults[:20]))
+
+
 # (holds, names, reason): if `holds`, these settings have no effect. Names are divided by blanks; `lora.` is a group.
 IdleRule = tuple[bool, str, str]
 GREEDY = "temperature 0 takes the likeliest token"

@@ -17,9 +17,9 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from checks import sampling_faults
 from generate import AskedModel, read_prompts
-from infra.console import BadInput, run_cli, say
+from infra.console import run_cli, say
 from infra.parse import parse_command
-from infra.settings import GREEDY, LocalPath, Sampling, idle_settings
+from infra.settings import GREEDY, LocalPath, Sampling, idle_settings, refuse
 from rate.desk import Desk
 from rate.ratings import Ratings
 from rate.server import RateServer
@@ -55,8 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     file = Path(args.ratings).expanduser()
     if file.suffix != ".jsonl" or not file.absolute().parent.is_dir():
         faults.append(f"ratings: {file}: expected a .jsonl file in a folder that exists")
-    if faults:
-        raise BadInput("\n".join(faults))
+    refuse(faults)
     ratings = Ratings(file)
     ratings.read()  # a bad line is refused before a model is loaded
     server = RateServer(args.port)  # and so is a port that is taken

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from infra.console import BadInput
 from infra.files import as_lines, write_whole
+from infra.settings import refuse
 from records.answer import prompt_key
 from records.forms import Record, understand_record
 from records.sources import collect, decoded_records
@@ -47,8 +48,7 @@ class Ratings:
                 first = thumbs.setdefault(answer_key(record), Thumb(raw, record))
                 if first.record.label != record.label:
                     raise BadInput("label: the same answer has the other label in an earlier line")
-        if faults:
-            raise BadInput("\n".join(faults[:20]))
+        refuse(faults)
         return thumbs
 
     def set(self, line: dict, label: bool | None) -> None:

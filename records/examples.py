@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
-from infra.settings import Data, refuse_unless, split_commas
+from infra.settings import Data, refuse, refuse_unless, split_commas
 from records.answer import asked_record, fields_of_prompt
 from records.forms import Kind, Record, as_turns, content_of, is_place, understand_record
 from records.sources import collect, decoded_records, files_of, split_sources
@@ -169,12 +169,6 @@ def understood_records(
             advance()
     refuse(faults)
     return records
-
-
-def refuse(faults: list[str]) -> None:
-    """Raise BadInput with the first 20 faults, if there are any."""
-    if faults:
-        raise BadInput("\n".join(faults[:20]))
 
 
 def encode_records(
