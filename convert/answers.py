@@ -43,15 +43,13 @@ class Judged(NamedTuple):
 
 def judged_answers(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
     """The answers of a record to one prompt. Raises Skipped, BadInput."""
-    columns = layout.columns
     fields = prompt_fields(layout, raw)
     ratings = ratings_of(layout, raw, fields)
-    turn = columns["turn"].one(raw) if "turn" in columns else None
     for name, value, judgement in answers_of(layout, raw, ratings):
         try:
             prompt, answer = fields, None
             if name:
-                prompt, answer = prompt_and_answer(layout, fields, name, value, turn)
+                prompt, answer = prompt_and_answer(layout, raw, fields, name, value)
         except Skipped as e:
             if layout.has_two_answers:  # if one of them cannot be read, both are dropped
                 raise
@@ -102,15 +100,18 @@ def is_same_place(place: tuple, other: tuple) -> bool:
 
 
 def prompt_and_answer(
-    layout: Layout, fields: dict, name: str, value: object, turn: object
+    layout: Layout, raw: dict, fields: dict, name: str, value: object
 ) -> tuple[dict, object]:
     """The fields of the prompt, and the answer that the column `name` finds. Raises Skipped, BadInput."""
+    columns = layout.columns
+    beginning = columns["prefix"].one(raw) if "prefix" in columns else ""
     answer = text_or_turns(layout, name, value)
     if not is_there(answer):
         raise Skipped("with an empty answer")
     if isinstance(answer, list):
+        turn = columns["turn"].one(raw) if "turn" in columns else None
         return last_of_dialogue(fields, name, answer, turn)
-    return fields, answer
+    return fields, f"{beginning or ''}{answer}"
 
 
 def judge(layout: Layout, judged: Judged, judgement: Judgement) -> Judged:
@@ -141,11 +142,4 @@ def prompt_fields(layout: Layout, raw: dict) -> dict:
         for name in fields:
             if ALIASES.get(name, name) in PROMPTS:
                 fields[name] = as_turns(split_turns(fields[name], layout.marks))
-    if "prefix" in layout.columns:  # it ends the prompt, in the assistant's turn, and is not scored
-        beginning = layout.columns["prefix"].one(raw)
-        name = next((x for x in fields if ALIASES.get(x, x) in PROMPTS), "prompt")
-        turns = as_turns(fields.pop(name, []))
-        if is_there(beginning):
-            turns = [*turns, {"role": "assistant", "content": beginning}]
-        fields["prompt"] = turns
     return fields

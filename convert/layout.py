@@ -133,6 +133,8 @@ class Layout:
             for other in TOGETHER.get(name, ()):
                 if other not in columns:
                     raise BadInput(f"--columns: {name}: it needs {other}, too")
+        if "prefix" in columns and not columns.keys() & {"a", *ANSWERS}:
+            raise BadInput("--columns: prefix: it needs the columns of the answers, too")
         if self.has_lists("chosen") and "rejected" not in columns:
             raise BadInput("--columns: chosen: a list of answers needs rejected, too")
         if self.marks and not columns.keys() & set(TEXTS):

@@ -3,7 +3,6 @@
 Reading order: find (a path in a record); Column (a path of --columns); paths_in and nearest (for messages).
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,7 +10,7 @@ from difflib import get_close_matches
 
 from convert.values import is_there, values_of
 from infra.console import BadInput
-from records.forms import unique_keys
+from records.forms import parse_json
 
 MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages|type)["']""")
 # (the index of each star of a path, the value)
@@ -61,7 +60,7 @@ def opened(text: str) -> object:
     """The object or list in a text of JSON, or the text itself. Raises BadInput for torn JSON."""
     if text.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(text, object_pairs_hook=unique_keys)
+            return parse_json(text)
         except ValueError as e:
             if MESSAGES.match(text):
                 raise BadInput(f"{text[:40]!r}: begins like messages in JSON, but: {e}") from None

@@ -25,7 +25,7 @@ from infra.console import advance, progress, run_cli, user_error
 from infra.settings import refuse_unless, split_commas
 from models.hub import find_model
 from records.forms import Record, as_turns, understand_record
-from records.template import ChatTemplate, join_turns
+from records.template import ChatTemplate
 from records.tokenizer import load_tokenizer
 from trainer import Trainer
 
@@ -106,12 +106,8 @@ class RewardModel:
         """The token ids (1, N) of the dialogue with this answer."""
         turns = json.loads(answer.fields["dialogue"])
         completion = {"role": "assistant", "content": answer.completion}
-        if turns[-1]["role"] == "assistant":  # the answer continues this turn
-            turns[-1] = join_turns(turns[-1], completion)
-        else:
-            turns.append(completion)
         with user_error("reward.model: chat template"):
-            text = self.write(turns)
+            text = self.write([*turns, completion])
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 
     def __call__(self, answers: list[Answer]) -> list[float]:

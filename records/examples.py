@@ -312,8 +312,8 @@ def two_ratings(pair: Example) -> list[Example]:
 
 
 def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
-    """Findings that are right in some files and mistakes in others, such as an answer that repeats its prompt. The
-    table counts them. A special token in a text of the record is read as this token, not as its letters."""
+    """Findings that are right in some files and mistakes in others, such as an empty completion. The table counts
+    them. A special token in a text of the record is read as this token, not as its letters."""
     for name in record.beside:
         if name != "date" or not tokenizer.chat.uses_date:
             yield f"with {name}, which nothing reads"
@@ -327,14 +327,7 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
             answers.append(content_of(completion))
     if any(not (text or "").strip() for text in answers):
         yield "with an empty completion"
-    prompt = record.prompt if isinstance(record.prompt, str) else ""
-    if prompt.strip() and any((text or "").startswith(prompt) for text in answers):
-        yield "with a completion that begins with its whole prompt"
-    if record.weight != 1:
-        yield "with a weight other than 1"
     texts = answers + [turn["content"] for turn in as_turns(record.prompt)]
-    if any("\r" in (text or "") for text in texts):
-        yield "with a carriage return in a text, as line ends of Windows have it"
     for token in tokenizer.special_tokens:
         if any(token in (text or "") for text in texts):
             yield f"with {token} in a text"

@@ -48,6 +48,8 @@ ORIGIN = ("generator", "settings", "next")
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
 ROLES |= {"human": "user", "observation": "tool"}
 ROLES |= dict.fromkeys(("gpt", "ai", "model", "bot"), "assistant")
+# ShareGPT's names in a message
+SHAREGPT = {"from": "role", "value": "content"}
 # made once: json.dumps would make it anew for each field
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 # a list of messages as a text of JSON, as in a csv file, or as Python prints it, which is refused
@@ -75,8 +77,6 @@ class Record(NamedTuple):
     beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
     instruct: bool = False
-    # the prompt ends in the assistant's turn, and the completion continues this turn
-    continues: bool = False
     conversation_id: str = ""  # data.split keeps the records of a conversation together
 
     @property
@@ -97,9 +97,10 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     """
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
-    for name, value in record.items():
-        refuse_half_characters("record", name)
-        refuse_half_characters(name, ENCODER.encode(value))
+    if "\\ud" in repr(record):  # so Python prints half of a character
+        for name, value in record.items():
+            refuse_half_characters("record", name)
+            refuse_half_characters(name, ENCODER.encode(value))
     try:
         return _understand_fields(record, kind, extra)
     except Missing as e:
@@ -204,12 +205,9 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
     has_prompt = not fields.keys().isdisjoint(PROMPTS)
     if kind == "prompts":
         prompt = _prompt(fields)
-        is_open = bool(prompt) and as_turns(prompt)[-1]["role"] == "assistant"
-        if is_open and not has_prompt:
-            prompt = prompt[:-1]  # the end of a dialogue is its answer
         for name in OF_ANSWERS:
             fields.pop(name, None)
-        return Record(prompt, [], continues=is_open and has_prompt)
+        return Record(prompt, [])
     # 1. which fields hold the completions, and how they are rated
     is_pair = "chosen" in fields or "rejected" in fields
     is_rated = "label" in fields
@@ -236,20 +234,14 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
             raise BadInput("label: undesirable: this completion is not to be imitated")
     # 2. the prompt; of `messages`, and of pairs without a prompt, all turns but the last
     answers = [_text_or_messages(fields, name) for name in names]
-    continues = False
     if not has_prompt or names == ("messages",):
         prompt = as_turns(answers[0])[:-1]
     else:
         prompt = _prompt(fields)
-        continues = bool(prompt) and as_turns(prompt)[-1]["role"] == "assistant"
     prompts, completions = zip(*(_join(prompt, x, name) for x, name in zip(answers, names)))
     if prompts[0] != prompts[-1]:
         raise BadInput("rejected: its turns before the last one differ from those of chosen")
-    if continues and prompts[0] != prompt:
-        raise BadInput(
-            f"{names[0]}: several turns, but the prompt ends in the assistant's: one turn can continue it"
-        )
-    return Record(prompts[0], list(completions), label, rewards, continues=continues)
+    return Record(prompts[0], list(completions), label, rewards)
 
 
 def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dict]:
@@ -300,6 +292,16 @@ def unique_keys(items: list[tuple[str, object]]) -> dict:
     return result
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
+
+
+def parse_json(text: str | bytes) -> object:
+    """The value of a text of JSON. Raises ValueError, also for two equal keys."""
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    return DECODER.decode(text)
+
+
 def is_place(source: object) -> bool:
     """Whether a record's source is a place in the file that it was converted from: feedback.json:12."""
     return isinstance(source, str) and bool(re.search(r":\d+$", source))
@@ -321,11 +323,15 @@ def refuse_half_characters(name: str, text: str) -> None:
 
 def _prompt(fields: dict) -> Turns:
     """The prompt; or an instruction, and its input on the next line; or NeMo-Aligner's input; or else a
-    dialogue, which may end with an answer."""
+    dialogue without the answer at its end. Raises BadInput, Missing."""
     name = next((x for x in (*PROMPTS, "messages", "chosen") if x in fields), "prompt")
     prompt = _text_or_messages(fields, name)
     if name not in PROMPTS and isinstance(prompt, str):
         return []  # an answer alone
+    if isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant":
+        if name in PROMPTS:
+            raise BadInput(f"{name}: ends in the assistant's turn: end it with the user's turn")
+        prompt = prompt[:-1]
     if name == "instruction" and isinstance(prompt, str):
         more = fields.pop("input", "")
         return f"{prompt}\n{more}" if more else prompt
@@ -365,7 +371,7 @@ def _text_or_messages(fields: dict, name: str) -> Turns:
     value = _take(fields, name)
     if isinstance(value, str) and PRINTED.match(value):
         with user_error(name, "messages as a text of JSON"):
-            messages = json.loads(value, object_pairs_hook=unique_keys)
+            messages = parse_json(value)
         # a text of another JSON is a text
         value = messages if all(map(is_message, messages)) else value
     if isinstance(value, str):
@@ -383,8 +389,7 @@ def is_message(value: object) -> bool:
 def _message(value: object, name: str) -> dict:
     """One turn as {"role", "content", and what else the chat template may read}."""
     if isinstance(value, dict):
-        names = {"from": "role", "value": "content"}
-        message = {names.get(key, key): x for key, x in value.items() if x is not None}
+        message = {SHAREGPT.get(key, key): x for key, x in value.items() if x is not None}
         role = ROLES.get(str(message.get("role")).lower())
         parts = message.get("content")
         if isinstance(parts, list) and all(_is_text(part) for part in parts):

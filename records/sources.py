@@ -17,7 +17,7 @@ from pathlib import Path
 
 from infra.console import BadInput, user_error
 from infra.settings import find_path, split_commas
-from records.forms import unique_keys
+from records.forms import parse_json, unique_keys
 
 # ---- what a setting names ------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def decoded_records(
         where = f"{file}:{place}"
         with collect(faults, where):
             if isinstance(raw, bytes):
-                raw = json.loads(raw, object_pairs_hook=unique_keys)
+                raw = parse_json(raw)
             yield where, raw
 
 
@@ -90,7 +90,7 @@ def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[i
             with open(path, "rb") as lines:
                 yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         elif suffix == ".json":
-            records = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
+            records = parse_json(path.read_bytes())
             if isinstance(records, dict):  # an export of one conversation
                 records = [records]
             if not isinstance(records, list):

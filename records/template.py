@@ -4,7 +4,7 @@ transformers runs the template in its sandbox. A template silently drops what it
 a field of a message, text with a tool call. Therefore each rendered record is checked.
 
 Reading order: ChatTemplate.render, then ChatTemplate.check. The template writes the record once more with a mark on
-both sides of each text (mark_texts), and each marked text must be in the result once (faults_of_texts).
+both sides of each text (mark_texts), and each marked text must be in the result once (times_written).
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from infra.console import BadInput, user_error
-from records.forms import Record, as_answer, as_turns, unique_keys
+from records.forms import Record, as_answer, as_turns, parse_json
 
 MARK = "\ue000"  # a private character: no token merges with it, no template looks for it
 # Fields of a message that hold its author's thinking. Many templates drop it in all turns except the last
@@ -28,7 +28,6 @@ MARK = "\ue000"  # a private character: no token merges with it, no template loo
 REASONING = ("reasoning_content", "reasoning", "thinking")
 RESULTS = ("tool", "function", "ipython")  # roles of a tool's result
 EARLIER_REASONING = "with reasoning in earlier turns, which the chat template drops"
-CONTINUED = "with a prompt that ends in the assistant's turn, which the completion continues"
 Write = Callable[..., str]  # messages to text
 
 
@@ -103,63 +102,41 @@ class ChatTemplate:
         if not is_text:
             record = record._replace(cut=None)
         with user_error("tool_calls"):
-            forms = forms_of_calls([*turns, *answers])
-        first_error = None
-        for form in forms:
-            try:
-                return self.render_form(record, form[: len(turns)], form[len(turns) :], counts)
-            except BadInput as e:
-                first_error = first_error or e
-        raise first_error
-
-    def render_form(
-        self, record: Record, turns: list[dict], answers: list[dict], counts: Counter
-    ) -> tuple[str, list[str]]:
+            turns = [as_engines_give_it(turn) for turn in turns]
+            answers = [as_engines_give_it(answer) for answer in answers]
         with user_error("chat template"):
             write = self.writer(record)
-            if record.continues:
-                dialogues = [[*turns[:-1], join_turns(turns[-1], x)] for x in answers]
-                prompt = open_turn(write, turns)
+            prompt = write(turns, add_generation_prompt=True)
+            dialogues = [[*turns, answer] for answer in answers]
+            if record.cut is None:
+                completions = [text_behind(prompt, write(dialogue)) for dialogue in dialogues]
+                written = list(zip(dialogues, completions))
             else:
-                dialogues = [[*turns, answer] for answer in answers]
-                prompt = write(turns, add_generation_prompt=True)
-            if record.cut is not None:
-                pairs = zip(dialogues, answers)
-                completions = [sampled_text(write, *pair, record.cut) for pair in pairs]
-            elif record.continues:
-                completions = [text_behind(prompt, write(x)) for x in dialogues]
-            else:
-                completions = [completion_text(write, prompt, x) for x in dialogues]
-            has_lost_reasoning = False
-            if record.cut is not None or not answers:  # the template writes the prompt alone
-                has_lost_reasoning = self.check(write, record, turns, prompt, None)
-            else:
-                for dialogue, completion in zip(dialogues, completions):
-                    has_lost_reasoning |= self.check(write, record, dialogue, prompt, completion)
-        if has_lost_reasoning:
-            counts[EARLIER_REASONING] += 1
-        if record.continues:
-            counts[CONTINUED] += 1
+                completions = [sampled_text(write, dialogue, record.cut) for dialogue in dialogues]
+                written = []
+            # without answers, or behind sampled ones, the template has written the prompt alone
+            written = written or [(turns, None)]
+            if any([self.check(write, record, prompt, *texts) for texts in written]):
+                counts[EARLIER_REASONING] += 1
         return prompt, completions
 
     def check(
         self,
         write: Write,
         record: Record,
-        dialogue: list[dict],
         prompt: str,
+        dialogue: list[dict],
         completion: str | None,
     ) -> bool:
         """Whether the template drops reasoning of the turns before the answer. Raises LeftOut if it drops or repeats
         any other text of the record."""
-        rendered = prompt + (completion or "")
-        lost = [x for x in texts_of_tools(record, dialogue) if not stands_in(x.text, rendered)]
-        faults = [(text, "does not write") for text in lost]
-        faults += faults_of_texts(write, dialogue, prompt, completion)
         has_lost_reasoning = False
-        for text, fault in faults:
+        for text, n in times_written(write, record, prompt, dialogue, completion):
+            if n == 1 or (n > 1 and text.field == "name"):
+                continue
             is_of_answer = completion is not None and text.turn == len(dialogue) - 1
-            if fault != "does not write" or text.field not in REASONING or is_of_answer:
+            if n or text.field not in REASONING or is_of_answer:
+                fault = "writes more than once" if n else "does not write"
                 what = f"{text.field}: {text.text!r:.50} (data.left_out)"
                 raise LeftOut(f"{text.role}: the chat template {fault} its {what}")
             has_lost_reasoning = True
@@ -186,36 +163,23 @@ def define_date(date: str | None) -> str:
 # ---- prompt and completion -----------------------------------------------------------------------
 
 
-def around_answer(write: Write, dialogue: list[dict], begun: str = "") -> tuple[str, str]:
-    """The text that the template writes before the last turn's text, and after it. begun: the beginning of the last
-    turn's text, which counts as before. Raises LeftOut."""
+def around_answer(write: Write, dialogue: list[dict]) -> tuple[str, str]:
+    """The text that the template writes before the last turn's text, and after it. Raises LeftOut."""
     *turns, last = dialogue
-    before, mark, end = write([*turns, {**last, "content": begun + MARK}]).partition(MARK)
+    before, mark, end = write([*turns, {**last, "content": MARK}]).partition(MARK)
     if not mark:
         raise LeftOut(f"{last['role']}: the chat template drops the text of the last turn")
     return before, end
 
 
-def completion_text(write: Write, prompt: str, dialogue: list[dict]) -> str:
-    """The text that the template writes after the prompt for the answer. Raises BadInput."""
-    rendered = write(dialogue)
-    text = dialogue[-1]["content"] or ""
-    if not rendered.startswith(prompt) and "</think>" in text:
-        # DeepSeek-R1's template ends the prompt with <think>, but drops the thinking of an answer. There the
-        # completion is the answer's text, which closes the thinking, and then the end of a turn.
-        before, end = around_answer(write, dialogue)
-        if prompt.removeprefix(before).startswith("<think>"):
-            return text.lstrip().removeprefix("<think>").lstrip("\n") + end
-    return text_behind(prompt, rendered)
-
-
-def sampled_text(write: Write, dialogue: list[dict], answer: dict, cut: bool) -> str:
+def sampled_text(write: Write, dialogue: list[dict], cut: bool) -> str:
     """The text of an answer as it was sampled behind the prompt, and what ends a turn unless the answer was cut. The
     template might also write a thinking before the answer, which the model has not written. Raises LeftOut."""
+    text = dialogue[-1]["content"]
     if cut:
-        return answer["content"]
+        return text
     _, end = around_answer(write, dialogue)
-    return answer["content"] + end
+    return text + end
 
 
 def text_behind(prompt: str, dialogue: str) -> str:
@@ -228,7 +192,8 @@ def text_behind(prompt: str, dialogue: str) -> str:
     if ("think>" in more and "</think>" not in more) or dialogue[n:].startswith("</think>"):
         advice = (
             "; the prompt opens a thinking that the dialogue does not have: data.chat_template_kwargs, such as "
-            "enable_thinking=false, or another data.chat_template may mend it"
+            "enable_thinking=false, or another data.chat_template may mend it; if the completion is what the model "
+            "wrote behind this prompt, give the record cut: false"
         )
     raise BadInput(
         "chat template: the rendered dialogue does not begin with the rendered prompt: "
@@ -236,62 +201,29 @@ def text_behind(prompt: str, dialogue: str) -> str:
     )
 
 
-def open_turn(write: Write, turns: list[dict]) -> str:
-    """The text of a prompt up to the end of its last turn's content, which a completion continues:
-    transformers' continue_final_message, by a mark, because a turn's end may contain a short
-    content too. Raises BadInput."""
-    last = turns[-1]
-    if last.get("tool_calls") or not last["content"]:
-        raise BadInput("prompt: ends in the assistant's turn, and it has no text to continue")
-    prompt, _ = around_answer(write, turns, last["content"])
-    return prompt
-
-
-def join_turns(turn: dict, continuation: dict) -> dict:
-    """One turn of two: the second one's content continues the first."""
-    content = turn["content"] + (continuation["content"] or "")
-    return {**turn, **continuation, "content": content}
-
-
 # ---- tool calls ----------------------------------------------------------------------------------
 
 
-def forms_of_calls(turns: list[dict]) -> list[list[dict]]:
-    """The forms of tool calls that templates want: the arguments as objects, or as texts of JSON; with an empty text
-    as content of a call, or null. The first form has objects and empty texts, as engines give them. Raises BadInput."""
-    forms: list[list[dict]] = []
-    for convert in (as_object, as_json_text):
-        converted = [with_arguments(turn, convert) for turn in turns]
-        emptied = [{**turn, "content": turn.get("content") or ""} for turn in converted]
-        forms += [form for form in (emptied, converted) if form not in forms]
-    return forms
-
-
-def with_arguments(turn: dict, convert: Callable) -> dict:
-    """The same turn with converted arguments in its tool calls."""
-    if not turn.get("tool_calls"):
-        return turn
+def as_engines_give_it(turn: dict) -> dict:
+    """The same turn with an empty text in place of null, and with objects as the arguments of its tool calls. Raises
+    BadInput."""
+    turn = {**turn, "content": turn.get("content") or ""}
     calls = []
-    for call in turn["tool_calls"]:
+    for call in turn.get("tool_calls") or []:
         function = call.get("function", call)
         if "arguments" in function:
-            function = {**function, "arguments": convert(function["arguments"])}
+            function = {**function, "arguments": as_object(function["arguments"])}
         calls.append({**call, "function": function} if "function" in call else function)
-    return {**turn, "tool_calls": calls}
+    return {**turn, "tool_calls": calls} if calls else turn
 
 
 def as_object(arguments: object) -> object:
     """Arguments as an object. Raises BadInput if they are the text of something else."""
     if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}", object_pairs_hook=unique_keys)
+        arguments = parse_json(arguments or "{}")
     if not isinstance(arguments, dict | type(None)):
         raise BadInput(f"arguments: expected a JSON object, got {arguments!r:.50}")
     return arguments
-
-
-def as_json_text(arguments: object) -> str:
-    """Arguments as a text of JSON, as tojson writes it in templates."""
-    return json.dumps(as_object(arguments), ensure_ascii=False)
 
 
 # ---- is all there? -------------------------------------------------------------------------------
@@ -333,33 +265,23 @@ def mark_texts(dialogue: list[dict]) -> tuple[list[dict], list[Text]]:
     return marked, texts
 
 
-def faults_of_texts(
-    write: Write, dialogue: list[dict], prompt: str, completion: str | None
-) -> list[tuple[Text, str]]:
-    """(text, fault) for each text of the dialogue that the template does not write exactly once."""
-    marked, texts = mark_texts(dialogue)
+def times_written(
+    write: Write, record: Record, prompt: str, dialogue: list[dict], completion: str | None
+) -> Iterator[tuple[Text, int]]:
+    """(text, how often the template writes it) for each text of the record."""
     rendered = prompt + (completion or "")
+    marked, texts = mark_texts(dialogue)
     written = ""
     with suppress(Exception):  # the template looks into a text, as for a number
         written = write(marked, add_generation_prompt=completion is None)
-    faults = []
-    if MARKS.sub("", written) != rendered:
-        # The marks change more than the texts that they mark, so look for the texts without marks.
-        for text in texts:
-            is_of_answer = completion is not None and text.turn == len(dialogue) - 1
-            if not stands_in(text.text, rendered if is_of_answer else prompt):
-                faults.append((text, "does not write"))
-        return faults
-    for i, text in enumerate(texts):
-        between_marks = mark_of(i) + text.text + mark_of(i)
-        n = written.count(between_marks)
-        if in_json(between_marks) != between_marks:
-            n += written.count(in_json(between_marks))
-        if not n:
-            faults.append((text, "does not write"))
-        elif n > 1 and text.field != "name":
-            faults.append((text, "writes more than once"))
-    return faults
+    if MARKS.sub("", written) == rendered:
+        for i, text in enumerate(texts):
+            between_marks = mark_of(i) + text.text + mark_of(i)
+            yield text, sum(map(written.count, {between_marks, in_json(between_marks)}))
+        texts = []
+    # The marks may change more than the texts that they mark. Then look for the texts without marks.
+    for text in [*texts, *texts_of_tools(record, dialogue)]:
+        yield text, int(stands_in(text.text, rendered))
 
 
 def in_json(text: str) -> str:

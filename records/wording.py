@@ -45,10 +45,6 @@ def wording_of(record: Record, by_template: bool, prompt_ids: bytes) -> Wording:
 
 def wording_of_messages(record: Record) -> Wording:
     turns = as_turns(record.prompt)
-    first_words = ""  # of the answer, in the prompt
-    if record.continues:
-        first_words = turns[-1]["content"]
-        turns = turns[:-1]
     texts = [words_of_turn(turn) for turn in turns]
     in_prompt = []
     for i, turn in enumerate(turns):
@@ -56,8 +52,7 @@ def wording_of_messages(record: Record) -> Wording:
             in_prompt.append(hash_of([texts[i - 1], texts[i]]))
     answers = []
     for completion in record.completions:
-        turn = as_answer(completion)
-        answer = words_of_turn({**turn, "content": first_words + (turn["content"] or "")})
+        answer = words_of_turn(as_answer(completion))
         answers.append(hash_of([*texts[-1:], answer]) if answer else "")
     links = [record.conversation_id] if record.conversation_id else []
     roles = [turn["role"] for turn in turns] + ["user"]

@@ -76,7 +76,6 @@ PROMPTS = [
     {"prompt": "one", "solution": 1},
     {"prompt": "one", "solution": 2},
     {"prompt": QUESTION, "completion": "an old answer", "label": False, "weight": 0.5},
-    {"prompt": [*QUESTION, {"role": "assistant", "content": "It is"}]},
 ]
 # What a run may say otherwise. A record that says how the model was asked is not changed by it.
 OTHERWISE = dict(date="2021-05-06", chat_template_kwargs="enable_thinking=false,x=1")

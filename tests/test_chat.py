@@ -76,7 +76,7 @@ def shown(monkeypatch, capsys):
 # ---- as others do it -----------------------------------------------------------------------------
 
 # TRL cuts the prompt where the template renders it differently behind an answer, and writes nothing
-# for a call that the template does not know. Those are refused here, but R1's thinking.
+# for a call that the template does not know. Those are refused here.
 CUT = {"mistral-v0.3": {"system"}, "r1-distill": set(RECORDS) - {"plain", "tool results"}}
 LOST = {"gemma", "llama-3"}
 
@@ -89,7 +89,7 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
     for kind, records in RECORDS.items():
         for record, theirs in zip(records, recorded[kind]):
             cut, lost = kind in CUT.get(name, ()), name in LOST and kind == "tool results"
-            if "refused" in theirs or lost or (cut and "</think>" not in str(record["completion"])):
+            if "refused" in theirs or lost or cut:
                 what = (
                     "tools: .* does not write its text: .weather.|its name: .weather.|must alternate"
                     if lost
@@ -98,17 +98,8 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
                 what = "does not begin with the rendered prompt" if cut else what
                 with pytest.raises(BadInput, match=what):
                     ids(record, t)
-                if cut and name != "r1-distill":  # its prompt opens no thinking
-                    with pytest.raises(BadInput, match=what):
-                        ids(record | {"completion": [bot(THOUGHT)]}, t)
                 continue
             head, behind = ids(record, t)
-            if cut:  # the thinking is the answer's, and the prompt is as it is when sampling
-                assert t.decode(head).endswith("<think>\n") or head[-1] == ids_of(t, "\n")[0]
-                assert behind == ids_of(t, THOUGHT[len("<think>\n") :] + tokens.EOS_SEEK)
-                later = record | {"completion": [bot("\n" + THOUGHT)]}
-                assert ids(later, t) == (head, behind)
-                continue
             assert (head, behind) == (theirs["prompt"], theirs["completion"]), (kind, record)
             same += 1
             if kind != "plain":
@@ -228,6 +219,9 @@ def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(rea
     t = Tokenizer(Source(real("r1-distill")))
     with pytest.raises(BadInput, match="instead of '<think>.n'; the prompt opens a thinking.*data"):
         ids({"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
+    sampled = {"prompt": [user("2 + 2?")], "completion": [bot("Hm</think>4")], "cut": False}
+    head, behind = (t.decode(x, special_tokens=True) for x in ids(sampled, t))
+    assert head.endswith("<think>\n") and behind == "Hm</think>4" + tokens.EOS_SEEK
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(BadInput, match="instead of '[^']*'$"):
         record = {"prompt": [user("p")], "completion": [bot(THOUGHT)], **off}
@@ -315,16 +309,6 @@ def test_arguments_as_a_text_of_json_are_written_as_those_of_an_object(real, ids
         ids(tool_record([broken], rated_call), t)
 
 
-def test_a_template_that_takes_texts_of_arguments_alone_gets_them(real, ids):
-    """R1's adds them to a text. After the last result it opens no thinking."""
-    t = Tokenizer(Source(real("r1-distill")))
-    record = tool_record(CALLS, rated_call=False) | {"tools": None}
-    record["prompt"][1]["content"] = None
-    record["prompt"][2] = RESULT | {"name": "weather"}
-    text = t.hf.decode(sum(ids(record, t), []))
-    assert '```json\n{"city": "Paris", "days": 2}\n```' in text and '{"c": 21}' in text
-
-
 @pytest.mark.parametrize(
     "content", ["m.content", "m.content.strip()", "('' if not m.content else m.content)"]
 )
@@ -397,50 +381,13 @@ def test_a_text_that_the_template_writes_twice_is_refused(tmp_path):
 def test_reasoning_of_earlier_turns_may_be_left_out_and_is_counted(real, tmp_path):
     turns = [user("Is it?"), bot(THOUGHT), user("Sure?")]
     fields = [user("Is it?"), REASONED, user("Sure?")]
-    for name, prompt, n in (("qwen3", turns, 1), ("r1-distill", turns, 1), ("zephyr", turns, 0),
+    for name, prompt, n in (("qwen3", turns, 1), ("zephyr", turns, 0),
                             ("qwen3", fields, 1), ("llama-3", fields, 1)):  # fmt: skip
         record = {"prompt": prompt, "completion": [bot(THOUGHT)], "label": True}
         source = write(tmp_path / "d.jsonl", record)
         limits = Data(source, max_prompt=4096, max_completion=4096)
         _, counts = load_examples(source, Tokenizer(Source(real(name))), "rated", limits)
         assert counts["with reasoning in earlier turns, which the chat template drops"] == n
-
-
-# ---- a prompt that ends in the assistant's turn --------------------------------------------------
-
-
-@pytest.mark.parametrize("name", tokens.REAL)
-def test_a_completion_continues_the_assistants_turn_as_transformers_does(real, load, name):
-    t = Tokenizer(Source(real(name)))
-    for begun, more in (("Well, it", " could be."), ("Well,\n", "it could")):
-        prompt, answer = [user("Is it?"), bot(begun)], [bot(more)]
-        record = {"prompt": prompt, "completion": answer}
-        (e,) = load([record | {"label": True}], t)
-        theirs = t.hf.apply_chat_template(prompt, tokenize=False, continue_final_message=True)
-        if not begun.endswith("\n"):  # some templates trim it there, but not in the whole text
-            assert e.prompt.tolist() == ids_of(t, theirs)
-        whole = t.hf.apply_chat_template([prompt[0], bot(begun + more)], tokenize=False)
-        assert t.hf.decode([*e.prompt, *e.completions[0]]) == t.hf.decode(ids_of(t, whole))
-        (asked,) = load([record], t, "prompts")
-        assert asked.prompt.tolist() == e.prompt.tolist(), "online, too"
-
-
-def test_only_a_prompt_with_a_text_is_continued(real, load, ids):
-    t = Tokenizer(Source(real("qwen2.5")))
-    (e,) = load([{"messages": [user("p"), bot("c"), bot("d")], "label": True}], t)
-    assert t.hf.decode(e.prompt).endswith("c<|im_end|>\n<|im_start|>assistant\n"), "two turns"
-    for end, more, reason in (
-        (bot(""), "c", "prompt: ends in the assistant's turn, and it has no"),
-        (
-            bot("Look:", tool_calls=CALLS),
-            "c",
-            "prompt: ends in the assistant's turn, and it has no",
-        ),
-        (bot("<think>\nHm"), ".</think>Yes", "does not begin with the rendered prompt"),
-    ):
-        with pytest.raises(BadInput, match=reason):
-            record = {"prompt": [user("p"), end], "completion": [bot(more)]}
-            ids(record, Tokenizer(Source(real("qwen3"))))
 
 
 # ---- where an answer ends ------------------------------------------------------------------------

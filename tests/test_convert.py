@@ -170,12 +170,6 @@ def test_a_call_of_tools_without_a_word_is_an_answer_in_lists_and_in_pairs_too(t
     assert (second["completion"], second["label"]) == (bot("No."), False)
 
 
-def test_a_given_beginning_of_the_answer_ends_the_prompt_in_the_assistants_turn(tmp_path):
-    (record,) = records_of(convert(copied(tmp_path, "math_step.jsonl"), form="math_step"))
-    assert record["prompt"] == [user("2 + 2?"), bot("Step 1:")]
-    assert (record["chosen"], record["rejected"]) == (" Add: 4.", " Add: 5.")
-
-
 def test_the_users_next_message_after_a_rated_answer_stands_beside_it(tmp_path):
     def node(name: str, parent: str | None, role: str, content: str, **more) -> dict:
         return {"id": name, "parentId": parent, "role": role, "content": content, **more}

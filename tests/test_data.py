@@ -449,15 +449,7 @@ def test_the_table_counts_what_may_be_a_mistake(tmp_path):
         return {what: n for what, n in counts.items() if n and what.startswith("with ")}
 
     assert counted(plain(), rated("p", "c"), rated("p", "a p")) == {}
-    assert counted(plain(), rated("p q", "p q c"), rated("p", " "), rated(weight=700)) == {
-        "with a completion that begins with its whole prompt": 1,
-        "with an empty completion": 1,
-        "with a weight other than 1": 1,
-    }
-    windows = [rated("p\r\nq"), rated("p", "c\r\nd\r\n"), rated("p\nq", "c\nd")]
-    assert counted(plain(), *windows) == {
-        "with a carriage return in a text, as line ends of Windows have it": 2
-    }
+    assert counted(plain(), rated("p", " ")) == {"with an empty completion": 1}
     mark = "<|im_end|>"
     dialogue = rated([user(f"what is {mark}, {mark}?")], [bot("an end")])
     assert counted(chat(), dialogue, rated([user("p")], [bot("c")])) == {

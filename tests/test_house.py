@@ -108,8 +108,8 @@ BUDGETS = {
     "trainer.py": 3_050,  # the reference names the tokens of Objective.top_k
     "infra/": 13_750,  # the signs of a sick run (health.py)
     "models/": 11_250,
-    "records/": 13_100,  # marks of parts of a completion
-    "convert/": 10_130,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
+    "records/": 12_350,
+    "convert/": 10_060,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
     "rate/": 2_200,
     "tests/": 126_750,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 10_550,  # the sick and healthy runs of docs/health.md

@@ -382,14 +382,10 @@ def test_a_score_that_is_no_number_and_a_dialogue_that_is_too_long_are_refused(t
         one.scores([short])
 
 
-def test_a_reward_model_reads_the_runs_day_and_one_turn_where_the_answer_continues_it(tmp_path):
+def test_a_reward_model_reads_the_runs_day(tmp_path):
     shutil.copytree(tokens.FILES, tmp_path, dirs_exist_ok=True)
     model = transformers.LlamaForSequenceClassification(small(transformers.LlamaConfig))
     one = reader(tmp_path, model, "{{ strftime_now('%d %b %Y') }}\n" + LINES)
-    began = {"role": "assistant", "content": "The order is"}
-    assert read_text(one, dialogue(USER, began, answer=" figs, apples")) == (
-        "31 Jan 2026\n<user> 3 apples, 12 figs\n<assistant> The order is figs, apples\n"
-    )
     assert read_text(one, dialogue(USER, answer="figs")) == (
         "31 Jan 2026\n<user> 3 apples, 12 figs\n<assistant> figs\n"
     )

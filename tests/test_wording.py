@@ -113,11 +113,6 @@ STANDS = {  # a prompt of data.train, a held-out record, whether the answer stan
         rated(turns("q"), "<think>Hm</think>It is thyme."),
         True,
     ),
-    "begun by the prompt": (
-        turns("q", "It is thyme.", "why?"),
-        rated(turns("q", "It is"), " thyme."),
-        True,
-    ),
     "as a chosen one": (
         turns("q", "It is thyme.", "why?"),
         {"prompt": turns("q"), "chosen": "It is thyme.", "rejected": "No."},
