@@ -77,4 +77,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "-m rate"  # as --help says it
     run_cli(main)
