@@ -281,7 +281,8 @@ def times_written(
         texts = []
     # The marks may change more than the texts that they mark. Then look for the texts without marks.
     for text in [*texts, *texts_of_tools(record, dialogue)]:
-        yield text, int(stands_in(text.text, rendered))
+        is_before_answer = 0 <= text.turn < len(dialogue) - 1
+        yield text, int(stands_in(text.text, prompt if is_before_answer else rendered))
 
 
 def in_json(text: str) -> str:
