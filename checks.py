@@ -103,29 +103,17 @@ def check_files(data: Data) -> None:
 def check_examples(
     cfg: RunSettings,
     configs: dict[str, PretrainedConfig],
-    context: int,
     objective: Objective,
     examples: dict[str, list[Example]],
 ) -> None:
     """Refuse records that do not fit the models or the settings. configs: text configs of the model and of the
-    reference, by their names. context: the smallest of theirs."""
+    reference, by their names."""
     for name, config in configs.items():
         check_tokens(chain(*examples.values()), config.vocab_size, name)
-    check_sampling(cfg, examples, context, objective.needs_mismatched_pairs)
+    check_sampling(cfg, objective.needs_mismatched_pairs)
     if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
         steps_per_epoch(cfg, len(examples["train"]))
-    check_shares(cfg.data.split, examples)
-
-
-def check_shares(split: str | None, examples: dict[str, list[Example]]) -> None:
-    """Refuse a share of data.split that no record has fallen into: a file of few prompts."""
-    for name, share in zip(("train", "val", "test"), split_commas(split)):
-        refuse_unless(
-            float(share) == 0 or examples[name],
-            f"data.split: {split}: the {name} share is empty, because data.train has too few conversations: give "
-            "another split, or a file for each",
-        )
 
 
 def idle_rules(
@@ -140,6 +128,8 @@ def idle_rules(
     val = examples["val"]
     test = examples["test"]
     kind = objective.record_kind
+    shares = zip((train, val, test), split_commas(cfg.data.split))
+    is_share_empty = any(float(share) and not found for found, share in shares)
     has_both = kind in ("rated", "paired")
     is_checked = has_checker and bool(val or test)
     # each iteration of spin.py and online.py ends with a check
@@ -155,6 +145,7 @@ def idle_rules(
     return [
         *cfg.idle_rules(),
         *tokenizer.idle_rules(tokenizer.has_rendered, "data."),
+        (is_share_empty, "data.split", "a share is empty: there are too few conversations"),
         (not val, "val_interval eval.samples keep_best", "no records are held out"),
         (
             is_of_checks and checks_once,
@@ -186,34 +177,19 @@ def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> No
             )
 
 
-def check_sampling(
-    cfg: RunSettings, examples: dict[str, list[Example]], context: int, mismatched_pairs: bool
-) -> None:
-    """Refuse answers that could not be scored after hours of sampling, because a mismatched pair has one of them after
-    a longer prompt. Where answers will merely end early, print a line.
-
-    context: the smallest of the model's and the reference's, in tokens. mismatched_pairs: any prompt may be scored
-    with any completion.
-    Raises BadInput."""
+def check_sampling(cfg: RunSettings, mismatched_pairs: bool) -> None:
+    """Refuse answers that could not be scored after hours of sampling: a mismatched pair may have the longest prompt
+    and the longest answer. mismatched_pairs: whether there are any. Raises BadInput."""
     faults = []
     # the groups of settings that say how answers are sampled: eval, and online or spin
     samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
+    longest = cfg.data.max_completion
     for name, args in samplers.items():
         faults += sampling_faults(args, f"{name}.")
-        new = args.max_new_tokens or cfg.data.max_completion
-        prompts = examples["val" if name == "eval" else "train"]
-        longest = max((len(e.prompt) for e in prompts), default=0)
-        if longest + new <= context:
-            continue
-        lengths = (
-            f"{name}.max_new_tokens: {new} after the longest prompt, {longest} tokens, exceed the "
-            f"context of {context}"
-        )
-        if name == "eval" or not mismatched_pairs:
-            say(f"{lengths}: answers to long prompts end there")
-        else:
+        if name != "eval" and mismatched_pairs and (args.max_new_tokens or 0) > longest:
             faults.append(
-                f"{lengths}, and mismatched pairs may have both; at most {context - longest}"
+                f"{name}.max_new_tokens: {args.max_new_tokens}: more than data.max_completion, {longest}, and "
+                "these answers become completions"
             )
     refuse(faults)
 
@@ -339,12 +315,10 @@ def check_row(row: object) -> dict[str, float | None]:
     Raises BadInput."""
     if not isinstance(row, dict):
         raise BadInput(f"metrics: expected {{column: number or None}}, got {row!r:.60}")
-    numbers = {}
-    for name, x in row.items():
-        number = as_python(x)
-        if number is not None and not isinstance(number, int | float):
+    numbers = {name: as_python(x) for name, x in row.items()}
+    for name, x in numbers.items():
+        if not isinstance(x, int | float | None):
             raise BadInput(f"metrics: {name}: expected a number or None, got {x!r:.60}")
-        numbers[name] = number
     return numbers
 
 
@@ -375,17 +349,6 @@ def check_finite(
         f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
         f"weights are unchanged; {advice}"
     )
-
-
-def say_without_gradient(weights: dict[str, torch.nn.Parameter]) -> None:
-    """After the first backward: name trainable weights without a gradient, such as those that a fork's block does not
-    use. They never change, and DDP would fail at its second step."""
-    names = [name for name, p in weights.items() if p.requires_grad and p.grad is None]
-    if names:
-        say(
-            f"{len(names)} weights get no gradient and stay as they are, {names[0]} first: freeze them "
-            "(requires_grad_(False)), else strategy ddp fails"
-        )
 
 
 # ---- the start of a run, or of an iteration --------------------------------------------------------

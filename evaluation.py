@@ -68,21 +68,6 @@ def as_answers(tokenizer: Tokenizer, examples: list[Example], stop: list[str]) -
     return answers
 
 
-def count_by_field(answers: list[Answer], verdicts: list[Verdict | None]) -> dict:
-    """{field: {value: [right, of]}}: counts by each text field that has few values, such as the kind of a task.
-    Answers without a verdict are not counted."""
-    fields = {}
-    for answer, verdict in zip(answers, verdicts):
-        for name, value in answer.fields.items():
-            if isinstance(value, str):
-                count = fields.setdefault(name, {}).setdefault(value, [0, 0])
-                if verdict is not None:
-                    count[0] += verdict
-                    count[1] += 1
-    most = min(30, len(answers) / 2)
-    return {name: counts for name, counts in fields.items() if 1 < len(counts) <= most}
-
-
 @dataclass
 class Evaluator:
     """Samples answers and has them checked. The same weights and settings give the same answers."""
@@ -171,11 +156,9 @@ class Evaluator:
             "right": sum(judged),
             "of": len(judged),
             "cut": sum(a.cut for a in answers),
-            "by": count_by_field(answers, verdicts),
+            "unjudged": len(answers) - len(judged),
             "answers": [a._asdict() | {"right": v} for a, v in zip(answers, verdicts)],
         }
-        if len(judged) < len(answers):
-            check["unjudged"] = len(answers) - len(judged)
         if self.fabric.global_rank == 0:
             write_json(self.file(step, name), check)
         return check["right"] / check["of"], answered
@@ -208,26 +191,6 @@ class Evaluator:
 # ---- before and after ----------------------------------------------------------------------------
 
 
-def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table of texts as lines that fit the terminal; each cell has at most 40 characters. "..." stands for what is
-    cut off.
-
-    The first column is a prompt. A long prompt is cut at its beginning, because all prompts of a
-    chat template begin with the same words; other cells are cut at their end.
-    """
-    width = min(40, shutil.get_terminal_size((126, 0)).columns // len(head) - 2)
-    lines = []
-    for prompt, *columns in (head, *rows):
-        if len(prompt) > width:
-            prompt = "..." + prompt[3 - width :]
-        cells = [prompt]
-        for cell in columns:
-            cells.append(cell if len(cell) <= width else cell[: width - 3] + "...")
-        line = "".join(f"  {cell:<{width}}" for cell in cells)
-        lines.append(line.replace("\n", " ").rstrip())
-    return "\n".join(lines)
-
-
 def wilson_interval(k: float, n: int) -> tuple[float, float]:
     """The 95% confidence interval (low, high) of a share k / n, with n at least 1 (Wilson 1927).
 
@@ -237,24 +200,6 @@ def wilson_interval(k: float, n: int) -> tuple[float, float]:
     middle = (k + s * s / 2) / (n + s * s)
     half_width = s * (k * (n - k) / n + s * s / 4) ** 0.5 / (n + s * s)
     return middle - half_width, middle + half_width
-
-
-def format_share(right: float, of: int) -> str:
-    """A share as a cell of the table; none of them may have a verdict."""
-    return f"{right / of:6.1%}" if of else "     -"
-
-
-def format_gain(before: dict, after: dict) -> str:
-    """How much larger the share of right answers is after training, among the prompts with a verdict both times."""
-    pairs = zip(before["answers"], after["answers"])
-    verdicts = [(old["right"], new["right"]) for old, new in pairs]
-    gains = [new - old for old, new in verdicts if None not in (old, new)]
-    if not gains:
-        return "unknown: no prompt has a verdict both times"
-    points = f"{100 * sum(gains) / len(gains):+5.1f} points"
-    if len(gains) < len(verdicts):
-        points += f" on the {len(gains)} prompts with a verdict both times"
-    return points
 
 
 def format_before_after(before: dict, after: dict) -> str:
@@ -271,19 +216,28 @@ def format_before_after(before: dict, after: dict) -> str:
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         # a sum of numbers from 0 to 1 has many digits
         line = f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}"
-        if "unjudged" in check:
+        if check["unjudged"]:
             line += f", {check['unjudged']} without a verdict"
         lines.append(line)
-    lines.append(f"  gain    {format_gain(before, after)}")
-    for name, counts in after["by"].items():
-        lines.append(f"  before   after     of  {name}")
-        for value, (right, of) in sorted(counts.items()):
-            old = format_share(*before["by"][name][value])
-            lines.append(f"  {old}  {format_share(right, of)}  {of:5}  {value}")
     pairs = zip(before["answers"], after["answers"])
     rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
     rows.sort(key=lambda row: row[1] == row[2])  # answers that changed come first
-    return "\n".join([*lines, "", format_table(("prompt", "before", "after"), rows[:5])])
+    return "\n".join(lines) + format_rows(("prompt", "before", "after"), rows[:5])
+
+
+def format_rows(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Rows of texts, with a line for each text and an empty line before each row."""
+    width = max(map(len, names))
+    lines = []
+    for row in rows:
+        lines += ["", *(f"  {name:<{width}}  {short(text)}" for name, text in zip(names, row))]
+    return "\n" + "\n".join(lines)
+
+
+def short(text: str) -> str:
+    """A text in one line of at most 56 characters, without its middle if it is longer."""
+    line = " ".join(text.split())
+    return line if len(line) <= 56 else f"{line[:25]} ... {line[-26:]}"
 
 
 # ---- validation, and the end of a run -----------------------------------------------------------
@@ -385,9 +339,6 @@ def finish(loop: "Trainer") -> None:
             "base, which is another model: measure `final` itself"
         )
     exports = {"final": run.state.step, "best": run.state.best_step}
-    start = run.state.start_score
-    if run.state.best_step and start is not None and run.state.best_score <= start:
-        say(f"keep_best: {run.cfg.keep_best}: no step was better than the model before the run")
     if run.cfg.keep_best and run.state.best_step is None:
         say(f"keep_best: {run.cfg.keep_best}: no row of val.csv has a value: there is no best")
     test = run.examples["test"]

@@ -17,7 +17,7 @@ from typing import Literal, cast
 from jsonargparse.typing import PositiveInt
 
 from data import shuffled
-from evaluation import Checker, as_answers, format_table, with_answers
+from evaluation import Checker, as_answers, format_rows, with_answers
 from infra.console import run_cli, say
 from infra.parse import parse
 from infra.settings import RunSettings, refuse_unless
@@ -135,7 +135,7 @@ def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> 
         if example.weight == 0:
             rating = "not counted"
         rows.append((answer.prompt, answer.completion, rating))
-    say(format_table(("prompt", "answer", "rated"), rows))
+    say(format_rows(("prompt", "answer", "rated"), rows))
 
 
 def items_of_iteration(items: list, i: int, n: int, seed: int) -> list:

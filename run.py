@@ -5,6 +5,8 @@ order of their calls. Nobody needs this file to change an algorithm.
 """
 
 import hashlib
+import shlex
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +47,7 @@ from infra.checkpoint import (
     take_folder,
     unlock_folder,
 )
-from infra.console import BadInput, Interrupted, command_to, program_file, say
+from infra.console import BadInput, Interrupted, program_file, say
 from infra.devices import (
     Stop,
     all_reduce,
@@ -54,7 +56,7 @@ from infra.devices import (
     on_rank_0,
     resolve_devices,
 )
-from infra.logger import Logger, Throughput
+from infra.logger import Logger
 from infra.optimizer import make_optimizer, what_trains
 from infra.program import program_hash
 from infra.rounding import dtype_of
@@ -68,9 +70,7 @@ from objective import Objective
 from records.examples import (
     Example,
     examples_hash,
-    load_examples,
     load_splits,
-    numbered,
     with_limits,
 )
 from records.sources import absolute_sources
@@ -109,15 +109,13 @@ class Run:
     state: RunState
     """The saved state besides tensors. `step` is changed by Trainer.train_step, the best step
     and `unvalidated` by evaluation.validate, the iteration's fields by begin_iteration,
-    `reference_has_moved` by new_reference, `hashes` by load_records, all else by save."""
+    `reference_has_moved` by new_reference, all else by save."""
     folder: Path
     """The run's own folder. Never changed."""
     logger: Logger
     """Writes metrics.csv and val.csv, and to the terminal."""
     evaluator: Evaluator
     """Samples answers to held-out prompts and asks the checker."""
-    throughput: Throughput
-    """Counts tokens between two rows of metrics.csv."""
     stop: Stop
     """Whether a signal asks the run to end."""
     last_step: int = 0
@@ -127,8 +125,6 @@ class Run:
     engine_gap: float | None = None
     """How far the engine's log-probs of this iteration's answers are from the policy's, in nats a token; None
     without an engine that gives them. Changed by rollout.policy_answers."""
-    make_records: Callable | None = None
-    """A fork's function: a raw record -> a list of records. Never changed."""
     saved_step: int = 0
     """The step of the last checkpoint in the run's own folder. Changed by save."""
     reference_step: int = 0
@@ -143,18 +139,6 @@ class Run:
         """Train with another objective from the next fit on. It takes over the state of the last one."""
         objective.load_state_dict(self.objective.state_dict())
         self.objective = objective
-
-    def load_records(self, path: str | Path) -> list[Example]:
-        """Another file's records as examples, as data.train's are read. A resume refuses a file that has
-        changed. Raises BadInput."""
-        examples, _ = load_examples(
-            str(path), self.tokenizer, self.objective.record_kind, self.cfg.data, self.make_records
-        )
-        name = f"records of {path}"
-        new_hash = examples_hash({"": examples})
-        if self.state.hashes.setdefault(name, new_hash) != new_hash:
-            raise BadInput(f"resume: {name}: not what this run began with")
-        return numbered(examples)
 
     def begin_iteration(self, i: int, moving_reference: bool) -> None:
         """Begin iteration i of an outer loop (SPIN, online KTO). If moving_reference, the present policy becomes the
@@ -226,8 +210,9 @@ class Run:
     def say_how_to_continue(self, why: str) -> None:
         """Name the step of the last checkpoint, and the command that continues from it."""
         say(f"{why}; saved up to step {self.saved_step} of {self.last_step}; continue with")
-        settings = str(self.folder / "settings.yaml")
-        say(f"  {command_to(['--config', settings, '--resume', 'auto'])}")
+        settings = self.folder / "settings.yaml"
+        command = ["python", sys.argv[0], "--config", str(settings), "--resume", "auto"]
+        say(f"  {shlex.join(command)}")
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint's tensors and the objective's state."""
@@ -300,7 +285,7 @@ def setup(
     examples = load_splits(data, tokenizer, objective.record_kind, make_records)
     cfg = objective.resolve(cfg, examples["train"])
     check_resumed_settings(checkpoint, cfg, program)
-    check_examples(cfg, configs, context, objective, examples)
+    check_examples(cfg, configs, objective, examples)
     has_checker = bool(checker or cfg.eval.check)
     rules = idle_rules(cfg, objective, tokenizer, examples, has_checker)
     for line in idle_settings(cfg, rules):
@@ -347,10 +332,8 @@ def setup(
         folder=folder,
         logger=Logger(cfg, state.step or -1, state.unvalidated),
         evaluator=Evaluator(fabric, cfg, policy, tokenizer, examples["val"], checker, stop),
-        throughput=Throughput(fabric.device),
         stop=stop,
         rollout=rollout,
-        make_records=make_records,
         saved_step=state.step,
     )
     if checkpoint:

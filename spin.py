@@ -19,7 +19,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFl
 
 from data import MicroBatch, shuffled
 from dpo import DPO, DPOSettings
-from evaluation import Checker, format_table
+from evaluation import Checker, format_rows
 from infra.console import BadInput, run_cli, say
 from infra.devices import to_device
 from infra.files import read_lines
@@ -139,7 +139,7 @@ def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     for example in pairs[:4]:
         cells = (example.prompt, *example.completions)
         rows.append([run.tokenizer.decode(ids) for ids in cells])
-    say(format_table(("prompt", "demonstration", "the policy's own"), rows))
+    say(format_rows(("prompt", "demonstration", "the policy's own"), rows))
 
 
 def main(

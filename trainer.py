@@ -26,6 +26,7 @@ from attention import PromptCache
 from data import MicroBatch, Step, made_ahead, step_examples
 from infra.console import advance, progress, say, user_code
 from infra.devices import all_reduce
+from infra.logger import peak_memory, speed_of
 from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
 from infra.seeds import seed_for_forks
 from model import Scores
@@ -93,13 +94,9 @@ class Trainer:
         row_is_due = is_due(step_number, run.cfg.log_interval, plan)
         seed_for_forks(run.fabric, run.cfg.seed, step_number)  # for code of the user's that draws
         run.policy.train()  # everywhere else the policy is in eval mode
-        # The first step is slow and comes before any row, so it soon shows that the run is alive.
-        silent = 5 if self.is_first_step else 60  # seconds
-        with self.progress(f"step {step_number}", step, silent):
+        with self.progress(f"step {step_number}", step):
             columns, z = self.gradient(step, micro_batches, entropy=row_is_due)
         run.policy.eval()
-        if self.is_first_step:
-            checks.say_without_gradient(run.policy.module.unique_parameters())
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         # one copy to the CPU, because each makes the host wait for the device
         columns, z = on_cpu(columns | {"grad_norm": grad_norm}, z)
@@ -113,14 +110,15 @@ class Trainer:
         lr = self.optimizer_step(plan)
         # On a GPU the optimizer may still be at work. The next step waits and counts this time.
         seconds = time.perf_counter() - began
-        run.throughput.add(step.examples, seconds)
         if row_is_due:
             own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, loop_columns, plan)
-            # throughput.read() covers all steps since the last row
-            row = join_columns(row, own_row | run.throughput.read())
+            own_row |= speed_of(step.examples, seconds, run.fabric.device)
+            row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
         if self.is_first_step:
-            say(f"step {step_number}: {run.throughput.memory():.1f} GB of memory at its peak")
+            say(
+                f"step {step_number}: {peak_memory(run.fabric.device):.1f} GB of memory at its peak"
+            )
             checks.check_state_dict(run.objective)  # now, not hours later at the first checkpoint
         self.is_first_step = False
 
@@ -404,9 +402,9 @@ class Trainer:
             if not run.policy.training:
                 run.stop.check(run.fabric.device)
 
-    def progress(self, title: str, step: Step, silent: float = 5) -> AbstractContextManager:
-        """Show the progress of the two passes over a step, after `silent` seconds."""
-        return progress(title, 2 * step.size // self.run.fabric.world_size, silent)
+    def progress(self, title: str, step: Step) -> AbstractContextManager:
+        """Show the progress of the two passes over a step."""
+        return progress(title, 2 * step.size // self.run.fabric.world_size)
 
     # ---- before the first step, and after the last one ------------------------------------------
 

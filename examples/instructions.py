@@ -6,8 +6,8 @@
 
 Options are those of online.py. The topics of val.jsonl and new_kinds.jsonl are not in train.jsonl, and the three kinds
 of instruction in new_kinds.jsonl are trained nowhere. A record has `kind`, `n` and `words`, the
-instruction's kind, number and words, which data.extra hands to the checker. The accuracy is counted by `kind` and by
-`group` (trained kinds or new ones).
+instruction's kind, number and words, which data.extra hands to the checker. eval/after.json has each answer with its
+`kind`, its `group` (trained kinds or new ones) and its verdict.
 
 The kinds are chosen so that the model already follows most of them now and then: from answers that are all wrong KTO
 only learns what not to say. There is no JSON, quotation marks, capital letters, small letters, heading or last

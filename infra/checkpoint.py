@@ -48,6 +48,7 @@ from infra.settings import (
     changed_settings,
     dump_yaml,
     flatten,
+    refuse,
     refuse_unless,
     resume_rules,
 )
@@ -85,8 +86,6 @@ class RunState:
     """The step of the best checkpoint by the setting keep_best."""
     best_score: float | None = None
     """The value of keep_best's column at best_step, negated where the lowest is best."""
-    start_score: float | None = None
-    """The same at step 0."""
     objective_state: dict = field(default_factory=dict)
     """Objective.state_dict()."""
     optimizer_numbers: dict[str, float] = field(default_factory=dict)
@@ -106,10 +105,7 @@ class RunState:
             return False
         lowest_is_best = column.endswith("loss") or column.split("/")[0] == "kl"
         score = -value if lowest_is_best else value
-        if self.step == 0:
-            self.start_score = score
-            return False
-        if self.best_score is not None and score <= self.best_score:
+        if self.step == 0 or (self.best_score is not None and score <= self.best_score):
             return False
         self.best_step = self.step
         self.best_score = score
@@ -207,10 +203,7 @@ def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> Non
         return
     began_with = read_state(checkpoint).hashes
     changed = [name for name, x in hashes.items() if x != began_with.get(name)]
-    settings = {"records": " (data.train, val, test and how they are read)"}
-    if changed:
-        message = "{}: not what this run began with{}"
-        raise BadInput("\n".join(message.format(x, settings.get(x, "")) for x in changed))
+    refuse([f"{name}: not what this run began with" for name in changed])
 
 
 def begin_run(
@@ -245,10 +238,8 @@ def begin_run(
 
 def versions() -> str:
     """The project's commit, if this is a git clone, and the versions of torch and lightning."""
-    # If git does not know this file, the code lies in the clone of another project, and the commit would be that
-    # project's. The shell raises nothing if git is not installed.
-    command = "git ls-files --error-unmatch infra/checkpoint.py >/dev/null && "
-    command += "git describe --always --dirty '--exclude=*'"
+    # the shell raises nothing if git is not installed
+    command = "git describe --always --dirty '--exclude=*'"
     git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     commit = git.stdout.strip() or "unknown"
     return f"commit {commit}, torch {torch.__version__}, lightning {lightning.__version__}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 import sys
 import sysconfig
 import time
@@ -68,11 +67,6 @@ def program_file() -> Path:
     return file
 
 
-def command_to(words: list[str]) -> str:
-    """The command that starts this program again with these arguments."""
-    return shlex.join(["python", sys.argv[0], *words])
-
-
 def say(line: str) -> None:
     """Print on rank 0."""
     if rank() == 0:
@@ -82,43 +76,28 @@ def say(line: str) -> None:
 shows_progress = True  # setup sets it to the setting `progress`
 
 
+PAUSE = 20  # seconds from one line about some work to the next
+
+
 @dataclass
 class Work:
     """How far some work is, in units that it counts by advance()."""
 
     title: str
     total: int | None
-    pause: float
-    """Seconds from one line to the next, at least."""
-    began: float
     shown: float
     """When the last line was printed."""
     done: int = 0
-
-    def advance(self, n: int) -> None:
-        self.done += n
-        now = time.monotonic()
-        seconds = now - self.began
-        pause = min(60, max(self.pause, seconds / 10))
-        if not n or now < self.shown + pause or self.done == self.total or not shows_progress:
-            return
-        self.shown = now
-        if self.total:
-            seconds_left = seconds / self.done * (self.total - self.done)
-            say(f"{self.title}: {self.done / self.total:.0%}, {duration(seconds_left)} left")
-        else:
-            say(f"{self.title}: {self.done:,}")
 
 
 _works: list[Work] = []  # the innermost last
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int | None, silent: float = 5) -> Iterator[None]:
-    """Show how far the work within is. The work counts its units by advance(). total: None if it is unknown. Nothing is
-    printed in the first `silent` seconds. Then the lines are at least so many seconds apart, up to 60."""
-    now = time.monotonic()
-    _works.append(Work(title, total, silent, now, now))
+def progress(title: str, total: int | None) -> Iterator[None]:
+    """Show how far the work within is, every 20 seconds. The work counts its units by advance(). total: None if it is
+    unknown."""
+    _works.append(Work(title, total, time.monotonic()))
     try:
         yield
     finally:
@@ -127,8 +106,15 @@ def progress(title: str, total: int | None, silent: float = 5) -> Iterator[None]
 
 def advance(n: int = 1) -> None:
     """Count n units of the innermost work."""
-    if _works:
-        _works[-1].advance(n)
+    if not _works:
+        return
+    work = _works[-1]
+    work.done += n
+    now = time.monotonic()
+    if n and shows_progress and now >= work.shown + PAUSE:
+        work.shown = now
+        how_far = f"{work.done / work.total:.0%}" if work.total else f"{work.done:,}"
+        say(f"{work.title}: {how_far}")
 
 
 def duration(seconds: float) -> str:

@@ -8,9 +8,7 @@ import ctypes
 import gc
 import logging
 import os
-import platform
 import signal
-import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FrameType
@@ -30,9 +28,8 @@ from infra.settings import RunSettings, refuse_unless
 
 # Nearly every batch has a new size, which fragments a GPU's memory if segments cannot be expanded. GPT-2 1.5B with
 # 16,384 tokens would reserve up to 84 GB instead of 69 GB. torch reads this variable when it first uses a GPU, so it is
-# set here. The user's own setting stays. In Windows' Linux (WSL 2) some drivers refuse such segments.
-in_wsl = "microsoft" in platform.release().lower()
-if not in_wsl and not any(name.endswith("_ALLOC_CONF") for name in os.environ):
+# set here. The user's own setting stays.
+if not any(name.endswith("_ALLOC_CONF") for name in os.environ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
@@ -294,8 +291,6 @@ class Stop:
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []  # Python gives signals to the main thread alone, which is another program's
         self.before = {n: signal.signal(n, self._on_signal) for n in numbers}
 
     def close(self) -> None:

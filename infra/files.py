@@ -16,20 +16,12 @@ from infra.console import Failed
 from infra.devices import on_rank_0
 
 
-def set_mode(file: Path, mode: int) -> None:
-    """Set who may read and write a file, where its file system has such modes: a share or a bucket refuses."""
-    with contextlib.suppress(OSError):
-        file.chmod(mode)
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is whole or not there, also after a kill. A link stays, and its target is written."""
     path = path.resolve()
     new = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(exist_ok=True)
     new.write_text(text, encoding="utf-8")
-    if path.exists():
-        set_mode(new, path.stat().st_mode & 0o7777)  # others may write it, too
     new.replace(path)
 
 
@@ -61,8 +53,9 @@ def publish_folder(
     def end():
         for path in new.rglob("*"):
             if path.is_file():
-                # safetensors lets the owner alone read; others are to load the model, too
-                set_mode(path, new.stat().st_mode & 0o666)
+                with contextlib.suppress(OSError):  # a share or a bucket refuses it
+                    # safetensors lets the owner alone read; others are to load the model, too
+                    path.chmod(new.stat().st_mode & 0o666)
                 with open(path, "rb") as f:
                     os.fsync(f.fileno())
         # renamed before it is removed: a half is never there, and on NFS a file that another program has open keeps

@@ -38,39 +38,18 @@ CELLS = {
 # ---- speed and memory ------------------------------------------------------------------------
 
 
-class Throughput:
-    """Tokens per second over the steps from one row of metrics.csv to the next, and peak memory so far."""
+def speed_of(examples: Sequence[Any], seconds: float, device: torch.device) -> dict:
+    """The columns of an optimizer step about its speed and memory. examples: the step's Examples on all ranks."""
+    tokens = sum(len(e.prompt) + sum(map(len, e.completions)) for e in examples)
+    return {"tokens/s": tokens / seconds, "seconds": seconds, "memory_gb": peak_memory(device)}
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.tokens = 0
-        self.seconds = 0.0
 
-    def add(self, examples: Sequence[Any], seconds: float) -> None:
-        """Count an optimizer step. examples: the step's Examples on all ranks. seconds: its wall-clock time."""
-        for example in examples:
-            self.tokens += len(example.prompt) + sum(map(len, example.completions))
-        self.seconds += seconds
-
-    def read(self) -> dict:
-        """The columns of a row: tokens per second and seconds of the steps since the last call, and the process's
-        peak memory so far in GB."""
-        row = {
-            "tokens/s": self.tokens / self.seconds,
-            "seconds": self.seconds,
-            "memory_gb": self.memory(),
-        }
-        self.tokens = 0
-        self.seconds = 0.0
-        return row
-
-    def memory(self) -> float:
-        """Peak memory of this process so far, in GB: of PyTorch's allocator on a GPU, the resident
-        set on a CPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 1e9
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+def peak_memory(device: torch.device) -> float:
+    """Peak memory of this process so far, in GB: of PyTorch's allocator on a GPU, the resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 # ---- files and trackers --------------------------------------------------------------------------

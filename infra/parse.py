@@ -194,13 +194,12 @@ def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]
 
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
     """The sentence for a name that is no setting, with the nearest setting."""
-    wanted = name.replace("-", "_")
-    # a part of a dotted name: its group, or the name in it
-    similar = [x for x in known if wanted in (x, *x.split("."))]
-    similar = similar or difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+    # a user may leave out the group, or give another one
+    names = {x.split(".")[-1]: x for x in list(known)[::-1]}
+    similar = difflib.get_close_matches(name.split(".")[-1], names, n=1, cutoff=0.7)
     if not similar:
         return f"{name}: no such setting"
-    return f"{name}: no such setting; did you mean {similar[0]}?"
+    return f"{name}: no such setting; did you mean {names[similar[0]]}?"
 
 
 def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:

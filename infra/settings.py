@@ -333,17 +333,12 @@ class RunSettings:
 def given_settings(settings: object, prefix: str = "") -> list[str]:
     """The dotted names of the settings that differ from their defaults."""
     names = []
-    for setting in dataclasses.fields(settings):
-        value = getattr(settings, setting.name)
-        name = f"{prefix}{setting.name}"
+    for name, value in vars(settings).items():
         if dataclasses.is_dataclass(value):
-            names += given_settings(value, f"{name}.")
-            continue
-        default = setting.default
-        if setting.default_factory is not dataclasses.MISSING:
-            default = setting.default_factory()
-        if value != default:
-            names.append(name)
+            names += given_settings(value, f"{prefix}{name}.")
+        # a class has its fields' defaults as attributes, except [] of a list
+        elif value != getattr(type(settings), name, []):
+            names.append(f"{prefix}{name}")
     return names
 
 

@@ -3,10 +3,8 @@
 import os
 import re
 import runpy
-import signal
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -274,11 +272,3 @@ def test_a_gpus_memory_grows_by_segments_unless_the_users_environment_says_how(o
     runpy.run_path(str(ROOT / "infra" / "devices.py"))
     expected = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "backend:native"}
     assert environment.get("PYTORCH_ALLOC_CONF") == expected.get(own)
-
-
-def test_a_run_in_a_thread_leaves_the_signals_to_the_main_thread(tiny, ratings, tmp_path):
-    """A web interface and asyncio.to_thread call main so."""
-    before = signal.getsignal(signal.SIGINT)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(train, tiny, ratings, tmp_path / "run", *RUN).result()
-    assert (tmp_path / "run" / "final").exists() and signal.getsignal(signal.SIGINT) is before

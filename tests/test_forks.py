@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -510,25 +509,6 @@ def test_an_example_has_the_same_number_in_each_epoch_and_after_a_resume(tiny, r
     train(tiny, ratings, tmp_path, *argv, "--resume=auto", objective=Remembers)
     assert sorted(number for number, _, _ in met) == list(range(24))
     assert len({where for _, where, _ in met}) == 16
-
-
-def test_a_second_file_of_a_forks_own_is_compared_by_a_resume(tiny, ratings, tmp_path):
-    file = tmp_path / "more.jsonl"
-    shutil.copy(ratings, file)
-
-    class Reads(Trainer):
-        def fit(self, examples=None, plan=None):
-            assert len(self.run.load_records(file)) == 24
-            return super().fit(examples, plan)
-
-    def run(*argv):
-        return train(tiny, ratings, tmp_path / "run", *COMMON, *argv, trainer=Reads)
-
-    run("--stop_at=2")
-    run("--stop_at=3", "--resume=auto")
-    file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
-    with pytest.raises(BadInput, match="resume: records of .*more.jsonl: not what this run began"):
-        run("--resume=auto")
 
 
 class Columns(kto.KTO):

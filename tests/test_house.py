@@ -85,12 +85,12 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_150,
-    "checks.py": 2_950,
+    "checks.py": 2_780,
     "data.py": 2_450,
     "dpo.py": 1_100,
-    "evaluation.py": 2_800,
-    "export.py": 800,  # what a run exports at its end, which was in evaluation.py
-    "generate.py": 1_850,
+    "evaluation.py": 2_370,
+    "export.py": 780,  # what a run exports at its end, which was in evaluation.py
+    "generate.py": 1_780,
     "head.py": 1_350,
     "kto.py": 1_160,  # kto.balance; a fork's attributes take the place of settings
     "model.py": 2_700,  # log-probs of several tokens at a place
@@ -99,14 +99,14 @@ BUDGETS = {
     "packing.py": 1_600,
     "preview.py": 850,  # which was in records/
     "reference.py": 1_800,  # the keys of its cache, which were in packing.py
-    "report.py": 1_100,
+    "report.py": 1_070,
     "rollout.py": 2_600,  # an iteration has as many steps as the examples that rate made
-    "run.py": 2_210,  # the context of a run, which was in checks.py
+    "run.py": 2_110,  # the context of a run, which was in checks.py
     "sampler.py": 2_450,
     "spin.py": 1_150,
-    "sweep.py": 650,
+    "sweep.py": 640,
     "trainer.py": 3_050,  # the reference names the tokens of Objective.top_k
-    "infra/": 13_750,  # the signs of a sick run (health.py)
+    "infra/": 13_390,  # the signs of a sick run (health.py)
     "models/": 11_250,
     "records/": 12_350,
     "convert/": 10_060,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
@@ -116,7 +116,7 @@ BUDGETS = {
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 38
-TOKENS_OF_A_RUN = 62_000
+TOKENS_OF_A_RUN = 60_250
 
 
 def n_tokens(file: Path) -> int:

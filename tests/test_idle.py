@@ -101,6 +101,7 @@ ROWS = [
     ("kto", "rated", "eval.stop=[a]", "", VAL),
     ("kto", "rated", "eval.max_new_tokens=3", "", VAL),
     ("kto", "rated", "eval.batch_size=3", "", VAL),
+    ("kto", "rated", "data.split=99,1", "", "--data.split=50,50"),
     ("kto", "rated", "data.group_by_prompt=true", "", "--data.train={}/doubled.jsonl"),
     ("kto", "rated", "data.chat_template={}/plain.jinja", "", "--data.train={}/chat.jsonl"),
     ("kto", "rated", "data.chat_template_kwargs=tone=dry", TEMPLATED, f"{TEMPLATED} --data.train={{}}/chat.jsonl"),
@@ -122,7 +123,7 @@ ROWS = [
 
 
 # These always act, or are limits, or are refused beside others by tests of their own.
-ACTING = """model data.train data.val data.test data.split data.shuffle data.max_prompt data.max_completion
+ACTING = """model data.train data.val data.test data.shuffle data.max_prompt data.max_completion
     data.left_out data.extra reference reference_cache out_dir resume seed deterministic accelerator devices strategy
     precision epochs max_steps stop_at batch_size micro_batch_size micro_batch_tokens activation_checkpointing
     lora.rank lora.quantize
@@ -184,7 +185,6 @@ def test_a_run_says_what_its_steps_leave_without_effect(
 
 
 REFUSED = [
-    ("--data.split=99,1", "data.split: 99,1: the val share is empty"),
     (r"--eval.stop=['x','\nHuman:']", r"eval.stop: \\nHuman:: a backslash"),
     ("--out_dir=s3://bucket/x", "out_dir: expected LocalPath or null, got s3://bucket/x"),
 ]

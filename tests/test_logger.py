@@ -5,7 +5,6 @@ import math
 import os
 import re
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from evaluation import format_before_after, wilson_interval
 from infra import console
 from infra.checkpoint import RunState
 from infra.console import BadInput, advance, progress
-from infra.logger import Logger, Throughput, add_row, cut_rows
+from infra.logger import Logger, add_row, cut_rows, peak_memory, speed_of
 from infra.optimizer import Plan
 from infra.settings import Data
 from trainer import Trainer
@@ -226,49 +225,30 @@ def test_wilsons_interval_by_hand():
     assert wilson_interval(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
 
 
-def answers(right, *texts):
-    rows = [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(texts)]
-    return [row | {"right": verdict} for row, verdict in zip(rows, right)]
+def answers(*texts: str) -> list[dict]:
+    return [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(texts)]
 
 
-def test_the_verdict_shows_both_accuracies_the_gain_and_first_the_answers_that_changed(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    check = {"of": 10, "by": {}}
-    before = {**check, "right": 5, "answers": answers([0, 0, 1], "same", "a\nb", "c")}
-    after = {**check, "right": 8, "answers": answers([0, 1, 1], "same", "x" * 99, "d")}
-    before["answers"][2]["prompt"] = "q" * 99 + "end"
+VERDICTS = """
+held-out accuracy by the checker (95% interval)
+  before   25.0%  (7.1 to 59.1)  2 of 8, 2 without a verdict
+  after    78.3%  (47.4 to 93.6)  7.8 of 10
+
+  prompt  p1
+  before  a b
+  after   {}xx ... xx{}
+
+  prompt  p0
+  before  same
+  after   same"""
+
+
+def test_the_verdict_shows_both_accuracies_and_first_the_answers_that_changed():
+    before = {"right": 2, "of": 8, "unjudged": 2, "answers": answers("same", "a\nb")}
+    after = {"right": 7.83489, "of": 10, "unjudged": 0, "answers": answers("same", "x" * 99)}
     text = format_before_after(before, after)
-    assert "  before   50.0%  (23.7 to 76.3)  5 of 10\n" in text  # Wilson's interval, from a table
-    assert "  gain    +33.3 points\n" in text
-    shown = [line.split()[0] for line in text.splitlines()[-3:]]
-    assert shown == ["p1", "..." + "q" * 18 + "end", "p0"], "dots stand for what is cut off"
-    assert "\n  p1  " in text and "  a b  " in text and f"  {'x' * 21}...\n" in text
-    graded = format_before_after(before | {"right": 7.83489}, after)
-    assert "  7.8 of 10\n" in graded, "of a checker with numbers"
+    assert text == VERDICTS.format("x" * 23, "x" * 24)
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_shares_are_of_the_answers_with_a_verdict():
-    before = {"right": 2, "of": 8, "unjudged": 2, "by": {"kind": {"a": [2, 8], "b": [0, 0]}}}
-    after = {"right": 6, "of": 10, "by": {"kind": {"a": [5, 8], "b": [1, 2]}}}
-    text = format_before_after(before | {"answers": []}, after | {"answers": []})
-    assert ")  2 of 8, 2 without a verdict\n" in text and ")  6 of 10\n" in text
-    assert "  gain    unknown: no prompt has a verdict both times\n" in text
-    assert "   25.0%   62.5%      8  a\n" in text and "       -   50.0%      2  b\n" in text
-
-
-def test_the_gain_is_of_the_prompts_that_have_a_verdict_before_and_after():
-    """A judge that gives none on the wrong answers of one time only: the policy has not moved."""
-
-    def check(*verdicts):
-        judged = [v for v in verdicts if v is not None]
-        rows = answers(verdicts, "a", "b", "c", "d")
-        counts = {"right": sum(judged), "of": len(judged), "by": {}, "answers": rows}
-        return counts | ({"unjudged": 4 - len(judged)} if len(judged) < 4 else {})
-
-    text = format_before_after(check(True, None, None, True), check(True, False, False, True))
-    assert ")  2 of 2, 2 without a verdict\n" in text and "   50.0%  " in text
-    assert "  gain     +0.0 points on the 2 prompts with a verdict both times\n" in text
 
 
 # ---- the best step -------------------------------------------------------------------------------
@@ -300,26 +280,18 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
 # ---- speed ---------------------------------------------------------------------------------------
 
 
-def test_a_rows_speed_is_that_of_its_own_steps(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2e9)
+def test_a_steps_speed_and_the_peak_memory_of_a_gpu_a_cpu_and_a_mac(monkeypatch):
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
-    speed = Throughput(torch.device("cuda"))
-    for seconds in (0.5, 1.5):
-        speed.add([example], seconds)
-    assert speed.read() == {"tokens/s": 12, "seconds": 2.0, "memory_gb": 2}
-    speed.add([example], 3.0)
-    assert speed.read()["tokens/s"] == 4
-
-
-def test_memory_on_a_cpu_is_the_largest_resident_set_in_gb(monkeypatch):
-    """On Linux as the kernel says it; macOS gives bytes."""
-    throughput = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2e9)
+    on_gpu = speed_of([example] * 2, 0.5, torch.device("cuda"))
+    assert on_gpu == {"tokens/s": 48, "seconds": 0.5, "memory_gb": 2}
+    cpu = torch.device("cpu")
     peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-    assert Throughput.memory(throughput) == pytest.approx(peak_kib * 1024 / 1e9, rel=0.05)
-    usage = SimpleNamespace(ru_maxrss=3 * 10**9)
+    assert peak_memory(cpu) == pytest.approx(peak_kib * 1024 / 1e9, rel=0.05)
+    usage = SimpleNamespace(ru_maxrss=3 * 10**9)  # macOS gives bytes
     monkeypatch.setattr("infra.logger.resource.getrusage", lambda who: usage)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert Throughput.memory(throughput) == 3
+    assert peak_memory(cpu) == 3
 
 
 def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
@@ -339,11 +311,17 @@ def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps(
     assert [row["samples"] for row in run["rows"]] == [6, 12]
 
 
-def test_work_that_does_not_move_is_no_new_line(capsys):
-    """As while one long answer is sampled: `advance` is called for each token."""
-    with progress("samples", 4, silent=0.05):
-        for n in (1, 1, 0, 0, 0):
-            time.sleep(0.1)
+def test_some_seconds_pass_from_one_line_about_work_to_the_next(capsys, monkeypatch):
+    clock = iter([0, 15, 25, 40, 50, 60, 70, 90])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with progress("answers", 4):
+        for n in (1, 1, 0, 1):  # 0: a token of a long answer
             advance(n)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["samples: 25%, 0:00:00 left", "samples: 50%, 0:00:00 left"]
+        with progress("records", None):
+            advance(1000)
+            advance(234)
+    assert capsys.readouterr().out.splitlines() == [
+        "answers: 50%",
+        "answers: 75%",
+        "records: 1,234",
+    ]

@@ -356,7 +356,7 @@ def test_a_checker_sees_the_records_own_fields_and_whether_the_answer_was_cut(
         json.loads((tmp_path / "run" / "eval" / name).read_text())
         for name in ("before.json", "step-0.json")
     )
-    assert before["by"] == {"kind": {"a": [3, 3], "b": [0, 2]}} and before["right"] == 3
+    assert before["right"] == 3
     assert [a["fields"]["level"] for a in before["answers"]] == [0, 1, 2, 3, 4], "one prompt twice"
     assert [a["right"] for a in before["answers"]] == [True, False, True, False, True]
     assert [x["completion"] for x in step_0["samples"]] == [
@@ -417,26 +417,17 @@ def test_limits_that_would_only_meet_later_are_refused_together_before_the_first
     argv = (LONG, '--eval.stop=["."," "]', '--online.stop=["x",""]')
     with pytest.raises(BadInput) as refused:
         go(tiny, prompts, tmp_path, *argv)
-    longest = max(len(Tokenizer(Source(tiny)).hf.encode(json.loads(x)["prompt"]))
-                  for x in prompts.read_text().splitlines())  # fmt: skip
     assert str(refused.value).split("\n") == [
         "online.stop: an empty text would end each answer after its first token",
-        f"online.max_new_tokens: 120 after the longest prompt, {longest} tokens, exceed the context of 128, "
-        f"and mismatched pairs may have both; at most {128 - longest}",
+        "online.max_new_tokens: 120: more than data.max_completion, 12, and these answers become completions",
     ]
     assert not list(tmp_path.iterdir()), "nothing was sampled, and there is no folder"
-    go(tiny, prompts, tmp_path, ONE, f"--online.max_new_tokens={128 - longest}")
 
 
-def test_where_no_pair_is_mismatched_long_answers_end_at_the_context(
-    tiny, prompts, tmp_path, capsys
-):
+def test_where_no_pair_is_mismatched_long_answers_end_at_the_context(tiny, prompts, tmp_path):
     argv = (ONE, LONG, "--kto.loss=apo_zero_unpaired", f"--data.val={prompts}", "--eval.prompts=2",
             "--eval.max_new_tokens=127")  # fmt: skip
     go(tiny, prompts, tmp_path, *argv)
-    said = capsys.readouterr().out
-    for name in (LONG[2:-4], "eval.max_new_tokens"):
-        assert f"{name}: 12" in said and "context of 128: answers to long prompts end there" in said
     asked = [x["prompt"] for x in learned(tmp_path, 1)]
     assert all(len(p) + len(a["ids"]) <= 128 for p, a in zip(asked, answers(tmp_path, 1)))
 

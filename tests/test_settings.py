@@ -107,7 +107,7 @@ def test_an_option_overrides_the_files_wherever_it_stands_and_a_later_file_an_ea
         ("top_p", "eval.top_p"),
         ("val-interval", "val_interval"),
         ("output_dir", "out_dir"),
-        ("temper", None),  # no guess where little is alike
+        ("temp", None),  # no guess where little is alike
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(config, wrong, near):
@@ -152,7 +152,7 @@ WRONG = {  # option -> what is said
     "--eval.stop=x": "eval.stop: expected list, got x",
     "--strategy=x": "strategy: expected auto or ddp or fsdp, got x",
     "--eval.check=x": "eval.check: expected demo or null, got x",
-    "--kto=x": "kto: no such setting; did you mean kto.beta?",
+    "--kto=x": "kto: no such setting",
     "--optim.lr": "optim.lr: expected one value, got none",
     "--optim.lr 1 2": "optim.lr: expected one value, got 1 2",
     "mine.jsonl": "mine.jsonl: no such setting",
@@ -174,8 +174,8 @@ def test_a_file_that_is_no_settings_is_refused(config, tmp_path):
     assert str(tmp_path / "gone.yaml") in refused("--config", tmp_path / "gone.yaml")
     for name, value, said in (
         ("seed", None, "seed: expected NonNegativeInt, got null"),
-        ("lora", None, "{}: lora: no such setting; did you mean lora.rank?"),
-        ("kto", 3, "{}: kto: no such setting; did you mean kto.beta?"),
+        ("lora", None, "{}: lora: no such setting"),
+        ("kto", 3, "{}: kto: no such setting"),
     ):
         file = config({name: value})
         assert refused("--config", file) == said.format(file)
