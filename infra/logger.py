@@ -97,12 +97,13 @@ def begin_tensorboard(out: Path, first_step: int) -> Track:
     suffix = f".{time.time_ns()}"
     # A killed process may have logged steps after its checkpoint: TensorBoard drops them.
     purged = first_step or None
-    writer = SummaryWriter(out / "tensorboard", filename_suffix=suffix, purge_step=purged)
+    writer = SummaryWriter(
+        out / "tensorboard", filename_suffix=suffix, purge_step=purged, flush_secs=10
+    )
 
     def track(step: int, numbers: dict) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        writer.flush()
 
     return track
 

@@ -26,7 +26,7 @@ from tiny_models import gpt2_from_hf
 
 from infra import checkpoint
 from infra.checkpoint import checkpoints_by_step
-from infra.console import BadInput, Failed
+from infra.console import BadInput, Failed, program_file
 
 RUN = ("--batch_size=7", "--max_steps=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
@@ -72,13 +72,9 @@ def test_a_folder_with_another_run_or_of_another_program_is_refused(
     done, tiny, ratings, pairs, tmp_path
 ):
     out, _ = done
-    train(tiny, ratings, tmp_path / "b", *RUN, "--stop_at=1", "--seed=2")
-    for resume, fault in (
-        (step(out, 8), "no checkpoint of the run in"),
-        (tmp_path / "nowhere", "no checkpoint of the run in"),
-    ):
-        with pytest.raises(BadInput, match=f"^resume: {resume}: {fault} {tmp_path / 'b'}$"):
-            train(tiny, ratings, tmp_path / "b", *RUN, f"--resume={resume}")
+    other = step(tmp_path / "other", 8)
+    with pytest.raises(BadInput, match=f"^resume: {other}: no checkpoint of the run in {out}$"):
+        train(tiny, ratings, out, *RUN, f"--resume={other}")
     with pytest.raises(BadInput, match="^program: the run is one of kto.py, and this is dpo.py$"):
         train(tiny, pairs, out, *RUN, "--resume=auto", "--batch_size=4", program="dpo")
 
@@ -102,12 +98,11 @@ def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
 # ---- what a resume compares ----------------------------------------------------------------------
 
 
-def test_a_cell_of_a_notebook_is_told_how_to_start_a_program(tiny, ratings, tmp_path, monkeypatch):
+def test_a_cell_of_a_notebook_is_told_how_to_start_a_program(monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(BadInput, match="^no file was started, .*: use !python kto.py"):
-        train(tiny, ratings, tmp_path / "run", *RUN)
-    assert not (tmp_path / "run").exists()
+        program_file()
 
 
 def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, ratings):
@@ -210,8 +205,10 @@ def test_processes_that_have_read_other_records_refuse_to_start(tiny, ratings, t
 
 def test_a_resume_from_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny, ratings, capsys):
     out, run = done
+    copy = shutil.copytree(step(out, 8), out / "checkpoints" / "step-00000008-backup")
     assert_same(train(tiny, ratings, out, *RUN, f"--resume={step(out, 4)}"), run)
     assert list(checkpoints_by_step(out)) == [2, 4, 6, 8, 9]
+    assert (copy / "state.json").exists(), "a user's copy is left alone"
     assert (out / "checkpoints" / "abandoned-step-00000006").is_dir()
     train(tiny, ratings, out, *RUN, "--resume=auto")
     assert f"resumed from {step(out, 9)}\n" in capsys.readouterr().out, "the newest one"
@@ -301,23 +298,13 @@ def test_a_full_disk_while_saving_is_said_and_the_older_checkpoint_stays(
         assert_same(result(out), finished[0])
 
 
-def test_a_copy_of_a_checkpoint_beside_it_is_left_alone(tiny, ratings, tmp_path):
-    argv = (*RUN, "--keep_last=1")
-    train(tiny, ratings, tmp_path, *argv, "--stop_at=2")
-    copy = shutil.copytree(step(tmp_path, 2), tmp_path / "checkpoints" / "step-00000002-backup")
-    train(tiny, ratings, tmp_path, *argv, "--resume=auto")
-    assert list(checkpoints_by_step(tmp_path)) == [9] and (copy / "state.json").exists()
-
-
 def test_where_a_file_system_has_no_locks_the_run_says_so_and_goes_on(
-    tiny, ratings, tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
-    def lockf(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(checkpoint.fcntl, "lockf", lockf)
-    train(tiny, ratings, tmp_path / "a", *RUN, "--max_steps=1")
-    assert f"out_dir: {tmp_path / 'a'}: no locks here" in capsys.readouterr().out
+    fault = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(checkpoint.fcntl, "lockf", mock.Mock(side_effect=fault))
+    checkpoint.take_folder(tmp_path, None)
+    assert f"out_dir: {tmp_path}: no locks here" in capsys.readouterr().out
 
 
 def test_a_reference_without_some_ids_of_the_records_is_refused(llama, ratings, tmp_path):

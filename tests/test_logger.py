@@ -1,18 +1,14 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
-import json
 import math
-import os
 import re
 import sys
-import warnings
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Started, rows_of, train
+from conftest import ROOT, Started, rows_of, start, train
 
 import kto
 from evaluation import format_before_after, wilson_interval
@@ -76,90 +72,47 @@ def alone(monkeypatch):
     monkeypatch.setattr(console, "shows_progress", True)
 
 
-@pytest.fixture
-def step_lines(tmp_path, capsys, monkeypatch):
-    """step_lines(total, ...) -> the lines of a run whose steps take as long, and have the same numbers."""
-
-    def lines(total, start=0, seconds=1.0, on=True, **row) -> list[str]:
-        monkeypatch.setattr(console, "shows_progress", on)
-        own = Logger(run_settings(tmp_path, progress=on), -1, False)
-        own.begin(Plan(total, total, 0, total, total), total)
-        assert f"{total:,} steps of 64 examples" in capsys.readouterr().out
-        row = {"loss": 0.25, "kl": None, "rewards/margins": 1.5, "tokens/s": 1234.5} | row
-        for step in range(start + 1, total + 1):
-            # of a clock that the steps alone move
-            now = 1e9 + step * seconds
-            monkeypatch.setattr("infra.logger.time.time", lambda now=now: now)
-            own.step(step, row | {"auc": 0.5, "accuracy": 0.5}, seconds)
-        return capsys.readouterr().out.splitlines()
-
-    return lines
-
-
-def test_a_run_prints_about_twenty_lines_or_one_a_minute(step_lines):
-    lines = step_lines(1000)
-    assert lines[:2] == [
-        "step 1/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 0:16:39",
-        "step 51/1000: loss 0.2500 margins 1.5000 tok/s 1,234 ETA 0:15:49",
-    ]
-    assert len(lines) == 20 and len(step_lines(100_000, start=99_000, seconds=6.0)) == 100
-    ends = [(line.split("/")[0], line[-5:]) for line in step_lines(1000, start=900)]
-    resumed = [("step 901", "01:39"), ("step 951", "00:49")]
-    assert ends == resumed, "its first step too, and an ETA by its own steps"
-    assert step_lines(100, on=False) == []
-
-
-def test_a_line_says_where_the_clamp_made_z_zero(step_lines):
-    for clamped, shown in ((1.0, "kl 0 (clamped)"), (0.0, "kl 0.0000")):
-        (line,) = step_lines(1, kl=0.0, **{"kl/clamped": clamped})
-        assert f"loss 0.2500 {shown} margins 1.5000" in line
+@pytest.mark.parametrize(
+    "total, start, seconds, n, first, last",
+    [
+        (1000, 0, 1.0, 20, "step 1/1000: CELLS ETA 0:16:39", "step 951/1000: CELLS ETA 0:00:49"),
+        (100_000, 99_000, 6.0, 100, "step 99001/100000: CELLS ETA 1:39:54", "step 99991/100000: CELLS ETA 0:00:54"),
+        # resumed: its first step too, and an ETA by its own steps
+        (1000, 900, 1.0, 2, "step 901/1000: CELLS ETA 0:01:39", "step 951/1000: CELLS ETA 0:00:49"),
+    ],
+)  # fmt: skip
+def test_a_run_prints_about_twenty_lines_or_one_a_minute(
+    total, start, seconds, n, first, last, tmp_path, capsys, monkeypatch
+):
+    logger = Logger(run_settings(tmp_path), -1, False)
+    logger.begin(Plan(total, total, 0, total, total), total)
+    assert f"{total:,} steps of 64 examples" in capsys.readouterr().out
+    row = {"loss": 0.25, "kl": 0.0, "kl/clamped": 1.0, "auc": 0.5, "accuracy": 0.5}
+    row |= {"rewards/margins": 1.5, "tokens/s": 1234.5}
+    for step in range(start + 1, total + 1):
+        # of a clock that the steps alone move
+        monkeypatch.setattr("infra.logger.time.time", lambda now=1e9 + step * seconds: now)
+        logger.step(step, row, seconds)
+    lines = capsys.readouterr().out.splitlines()
+    cells = "loss 0.2500 kl 0 (clamped) margins 1.5000 tok/s 1,234"
+    assert (len(lines), lines[0], lines[-1]) == (
+        n,
+        first.replace("CELLS", cells),
+        last.replace("CELLS", cells),
+    )
 
 
 # ---- trackers, through whole runs ----------------------------------------------------------------
 
 TINY = "--batch_size=4 --epochs=2 --max_steps=3 --val_interval=null --save_interval=null"
 TINY += " --eval.samples=2 --eval.max_new_tokens=3 --optim.lr=1e-3"
-SPIN = "--spin.max_iterations=1 --spin.max_new_tokens=3"
 
 
-def note_what_wandb_gets(out: Path) -> None:
-    """In a program's process: what it hands to wandb becomes a line of a file."""
-    for name in [x for x in os.environ if x.startswith("WANDB_")]:  # this machine's own settings
-        del os.environ[name]
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(out)}
-    os.environ["WANDB_NAME"] = "mine"
-    warnings.simplefilter("ignore")  # wandb leaves files open
-    import wandb
-
-    real = wandb.Run.log
-
-    def noted(self, numbers, step):
-        with open(out / "calls", "a") as f:
-            f.write(json.dumps([numbers, step]) + "\n")
-        assert self.name == "mine"
-        return real(self, numbers, step=step)
-
-    wandb.Run.log = noted
-
-
-@pytest.fixture(scope="module")
-def tracked(tiny, ratings, pairs, demos, tmp_path_factory) -> dict[str, Path]:
-    """The folder of a run of each program, which was stopped and resumed."""
-    runs = {}
-    for program, tracker, data in (
-        ("kto", "tensorboard", ratings),
-        ("dpo", "csv", pairs),
-        ("spin", "wandb", demos),
-    ):
-        out = runs[program] = tmp_path_factory.mktemp(program)
-        argv = [f"--model={tiny}", f"--out_dir={out}", f"--logger={tracker}", *TINY.split()]
-        argv += [f"--data.train={data}", f"--data.val={data}"]
-        argv += SPIN.split() if program == "spin" else []
-        for more in ("--stop_at=2", "--resume=auto"):
-            first = partial(note_what_wandb_gets, out)
-            code, _, stderr = Started(out, program, [*argv, more], first).ended()
-            assert code == 0, stderr
-    return runs
+def tracked(tracker: str, run, ratings, out: Path) -> None:
+    """Call run(words) for a run with this tracker that is stopped, and for the one that goes on."""
+    words = [*TINY.split(), f"--data.train={ratings}", f"--data.val={ratings}", f"--out_dir={out}"]
+    for more in ("--stop_at=2", "--resume=auto"):
+        run([*words, f"--logger={tracker}", more])
 
 
 def logged(out: Path) -> dict[tuple[str, int], float]:
@@ -175,12 +128,20 @@ def logged(out: Path) -> dict[tuple[str, int], float]:
     return expected
 
 
-def test_tensorboard_gets_every_value_at_its_step_and_a_resume_drops_what_came_after(tracked):
+def test_tensorboard_gets_every_value_at_its_step_and_a_resume_drops_what_came_after(
+    tiny, ratings, tmp_path
+):
     from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    def run(words):  # in a process whose end closes the file
+        code, _, stderr = Started(tmp_path, "kto", [f"--model={tiny}", *words]).ended()
+        assert code == 0, stderr
 
     values = {}
     starts = []
-    files = sorted((tracked["kto"] / "tensorboard").iterdir())
+    out = tmp_path / "run"
+    tracked("tensorboard", run, ratings, out)
+    files = sorted((out / "tensorboard").iterdir())
     for file in files:
         data = file.read_bytes()
         while data:  # a record: its length and a checksum, the event, a checksum
@@ -191,26 +152,44 @@ def test_tensorboard_gets_every_value_at_its_step_and_a_resume_drops_what_came_a
                 starts.append(event.step)
             for value in event.summary.value:
                 values[value.tag, event.step] = value.simple_value
-    assert values == logged(tracked["kto"])
+    assert values == logged(out)
     assert len(files) == 2, "a resume adds a file"
     assert starts == [3], "of the second process, which goes on after step 2"
 
 
-def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(tracked):
-    out = tracked["spin"]
-    calls = [json.loads(line) for line in (out / "calls").read_text().splitlines()]
-    values = {(name, step): x for numbers, step in calls for name, x in numbers.items()}
-    assert values == logged(out)
-    files = list((out / "wandb").glob("offline-run-*/*.wandb"))
-    assert [f.stem for f in files] == [f"run-{(out / 'wandb_id').read_text()}"] * 2
+def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(
+    tiny, ratings, tmp_path, monkeypatch
+):
+    values, starts = {}, []
+
+    class Run:
+        id = "abc"
+
+        def log(self, numbers: dict, step: int) -> None:
+            values.update({(name, step): x for name, x in numbers.items()})
+
+    def init(**given):
+        starts.append([given[name] for name in ("id", "resume", "name")])
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    run = lambda words: start("kto", [f"--model={tiny}", *words])  # noqa: E731
+    tracked("wandb", run, ratings, tmp_path)
+    assert values == logged(tmp_path)
+    assert starts == [[None, "allow", "mine"], ["abc", "allow", "mine"]]
 
 
-def test_the_docs_name_every_column(tracked):
+def test_the_docs_name_every_column(tiny, ratings, pairs, demos, tmp_path):
     text = (ROOT / "docs" / "columns.md").read_text()
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
     named = {name.strip() for cell in first_cells for name in cell.split(",")} - {"column", "---"}
     seen = {"checker_accuracy", "kl/own", "engine/gap"}  # no run here has a checker or an engine
-    for out in tracked.values():
+    for program, data in {"kto": ratings, "dpo": pairs, "spin": demos}.items():
+        argv = [*TINY.split(), "--max_steps=1", f"--data.val={data}"]
+        argv += ["--spin.max_iterations=1", "--spin.max_new_tokens=3"] * (program == "spin")
+        out = tmp_path / program
+        train(tiny, data, out, *argv, program=program)
         seen |= rows_of(out / "metrics.csv")[0].keys() | rows_of(out / "val.csv")[0].keys()
     assert named == seen
 

@@ -1,6 +1,5 @@
 """A run that is killed or stopped at any moment goes on as the same run, and its processes end together."""
 
-import atexit
 import contextlib
 import os
 import re
@@ -17,6 +16,7 @@ from conftest import (
     Started,
     assert_same,
     at_call,
+    die,
     even,
     kill_at,
     result,
@@ -31,7 +31,7 @@ import run
 import sampler
 import trainer
 from evaluation import Evaluator
-from infra.console import FIRST_PROCESS, Failed
+from infra.console import FIRST_PROCESS, Failed, run_cli
 from infra.logger import Logger
 from models import export
 from trainer import Trainer
@@ -200,24 +200,17 @@ def test_a_stopped_run_is_saved_and_the_command_that_it_prints_makes_it_the_same
     assert_same_run(out, tmp_path / "whole")
 
 
-def test_the_second_ctrl_c_is_pythons_own(argv_of, tmp_path):
-    reached = tmp_path / "reached"
-
-    def first():
-        at_call((trainer, "clip_gradient"), 1, lambda: reached.touch() or time.sleep(60))
-
-    child = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first)
-    until(reached.exists)
-    for _ in range(2):
-        child.signal(signal.SIGINT)
-        time.sleep(0.5)
-    code, _, stderr = child.ended(5)
-    told = "SIGINT: stopping soon; Ctrl-C now ends at once"
-    assert (code, stderr) == (130, f"{told}\nerror: stopped by SIGINT\n")
+CTRL_C = [signal.SIGINT] * 2
+SCHEDULER = [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]  # a notice, then the limit
 
 
-def test_a_schedulers_notice_and_then_its_limit_are_one_stop_that_is_saved(argv_of, tmp_path):
-    """SLURM sends SIGUSR1, then SIGTERM, and kills half a minute later."""
+@pytest.mark.parametrize("numbers, code, end", [
+    (CTRL_C, 130, "error: stopped by SIGINT\n"),  # Python's own
+    (SCHEDULER, 143, ""),
+])  # fmt: skip
+def test_a_second_ctrl_c_ends_at_once_and_what_a_scheduler_sends_is_one_stop_that_is_saved(
+    numbers, code, end, argv_of, tmp_path
+):
     reached, out = tmp_path / "reached", tmp_path / "run"
 
     def first():
@@ -225,13 +218,14 @@ def test_a_schedulers_notice_and_then_its_limit_are_one_stop_that_is_saved(argv_
 
     child = Started(tmp_path, "kto", argv_of("kto", out), first)
     until(reached.exists)
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+    for number in numbers:
         child.signal(number)
         time.sleep(0.3)
-    code, said, stderr = child.ended()
-    assert code == 128 + signal.SIGTERM and "stopped by SIGTERM; saved up to step 1" in said
-    assert stderr == "SIGUSR1: stopping soon; Ctrl-C now ends at once\n"
-    assert (out / "checkpoints" / "step-00000001").exists()
+    told = f"{numbers[0].name}: stopping soon; Ctrl-C now ends at once\n"
+    ended, said, stderr = child.ended()
+    assert (ended, stderr) == (code, told + end)
+    is_saved = "stopped by SIGTERM; saved up to step 1" in said
+    assert is_saved == (out / "checkpoints" / "step-00000001").exists() == (not end)
 
 
 # ---- a run's folder, and processes that end together ---------------------------------------------
@@ -282,52 +276,26 @@ def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
     assert [(code, stderr) for code, _, stderr in ended] == [(1, said[0]), (1, said[1])]
 
 
-def test_what_takes_less_memory_is_said_where_it_runs_out(argv_of, tmp_path):
+def test_what_takes_less_memory_is_said_where_it_runs_out(capsys):
     def full():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    first = lambda: at_call((trainer, "clip_gradient"), 2, full)  # noqa: E731
-    code, _, stderr = Started(tmp_path, "kto", argv_of("kto", tmp_path / "run"), first).ended()
-    assert code == 1 and re.search(
-        "Tried to allocate.*\nout of memory: .*--micro_batch_tokens", stderr
-    )
+    with pytest.raises(SystemExit):
+        run_cli(full)
+    said = "Tried to allocate.*\nout of memory: .*--micro_batch_tokens"
+    assert re.search(said, capsys.readouterr().err)
 
 
-def test_processes_that_fabric_has_launched_end_with_the_first_one(argv_of, tmp_path):
-    argv = argv_of("kto", tmp_path / "run", *LONG, "--devices=2")
-    child = Started(tmp_path, KTO, argv, lambda: at_call((trainer, "clip_gradient"), 3, fail))
-    of_child = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    until(of_child.read_text)
-    (other,) = of_child.read_text().split()
-    assert child.ended()[::2] == (1, "error: all is lost\n")
-    status = Path(f"/proc/{other}/stat")
-    until(lambda: not status.exists() or status.read_text().split()[2] == "Z", 10)
-
-
-def test_a_stopped_run_of_two_processes_has_time_to_upload_its_logs(argv_of, tmp_path):
-    """As wandb does when Python ends. Fabric looks every five seconds whether a process that it started has failed, and
-    then kills the first one."""
-    argv = argv_of("kto", tmp_path / "run", *LONG, "--devices=2")
-
-    def upload():
-        time.sleep(8)
-        (tmp_path / "uploaded").touch()
-
-    child = Started(tmp_path, KTO, argv, lambda: atexit.register(upload))
-    until(has_rows(tmp_path / "run"))
-    child.signal(signal.SIGTERM)
-    code, said, _ = child.ended()
-    assert code == 128 + signal.SIGTERM and "stopped by SIGTERM" in said
-    assert (tmp_path / "uploaded").exists()
-
-
-def test_no_process_stays_where_the_first_one_is_killed_before_they_have_found_each_other(
-    argv_of, tmp_path
+@pytest.mark.parametrize("point, call, act, code, said", [
+    ((trainer, "clip_gradient"), 3, fail, 1, "error: all is lost\n"),
+    ((dist, "init_process_group"), 1, die, -signal.SIGKILL, ""),  # before they have found each other
+])  # fmt: skip
+def test_processes_that_fabric_has_launched_end_with_the_first_one(
+    point, call, act, code, said, argv_of, tmp_path
 ):
-    argv = argv_of("kto", tmp_path / "run", "--devices=2")
-    die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-    child = Started(tmp_path, KTO, argv, lambda: at_call((dist, "init_process_group"), 1, die))
-    assert child.ended()[0] == -signal.SIGKILL
+    argv = argv_of("kto", tmp_path / "run", *LONG, "--devices=2")
+    child = Started(tmp_path, KTO, argv, lambda: at_call(point, call, act))
+    assert child.ended()[::2] == (code, said)
     mark = f"{FIRST_PROCESS}={child.pid}\0".encode()
 
     def others() -> list[Path]:
