@@ -21,9 +21,9 @@ from infra.console import BadInput, run_cli, say
 from infra.files import publish_folder
 from infra.settings import LocalPath, find_path, refuse_unless
 from models.export import export_checkpoint, exported_type, make_card
-from models.hub import Source, base_name, find_model
+from models.hub import Source, find_model
 from models.load import load_model
-from models.lora import gather_adapters, has_lora_alone, write_peft
+from models.lora import gather_adapters, write_peft
 from models.quantize import round_matrices
 from reference import AdaptersOff, other_weights
 
@@ -62,35 +62,21 @@ def exported_weights(run: "Run", name: str, step: int) -> Iterator[None]:
 
 
 def export_adapters(run: "Run") -> None:
-    """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters and of the
-    adapters of the PEFT folders that the run started from. A collective."""
-    model = run.policy.module
-    source = run.source
-    base = run.cfg.model  # its path or id
-    peft_folders = []  # from the run inwards
-    while source.base:
-        if not has_lora_alone(source.folder):
-            break
-        peft_folders.append(source)
-        base = base_name(source.folder)
-        source = source.base
+    """Write final_adapter, in PEFT's format, if a model on disk is the base of the run's adapters. A collective."""
     # a frozen reference moves without the base
     base_has_moved = run.state.reference_has_moved and isinstance(run.reference, AdaptersOff)
-    if source.base or base_has_moved:
+    if run.source.base or base_has_moved:
         return say("no final_adapter: PEFT needs a folder of its base, and no folder holds it")
+    base = run.cfg.model  # its path or id
     if find_path(base).exists():
-        base = str(source.root.resolve())
-    adapters = gather_adapters(model)
+        base = str(run.source.root.resolve())
+    adapters = gather_adapters(run.policy.module)
 
     def write(new: Path) -> None:
-        write_peft(adapters, model, base, run.cfg.lora, new)
-        if peft_folders:
-            from models.peft_folders import join_peft
-        for folder in peft_folders:
-            join_peft(folder, new)
+        write_peft(adapters, run.policy.module, base, run.cfg.lora, new)
         checkpoint = Source(checkpoint_folder(run.folder, run.state.step), run.source)
         (new / "README.md").write_text(make_card(checkpoint, "peft"))
-        if run.cfg.data.chat_template or run.source.chat_template:
+        if run.cfg.data.chat_template:
             (new / "chat_template.jinja").write_text(run.tokenizer.template)
 
     publish_folder(run.fabric, write, run.folder / "final_adapter")

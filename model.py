@@ -211,33 +211,16 @@ class Packed(nn.Module):
 # ---- the GPT to read and edit --------------------------------------------------------------------
 
 
-# Fields of litgpt's Config that must have this value.
-FIXED = dict(
-    parallel_residual=False, shared_attention_norm=False, norm_1=True, norm_2=True,
-    post_attention_norm=False, post_mlp_norm=False, norm_qk_type="default",
-    attention_logit_softcapping=None, attention_scores_scalar=None, latent_attention=None,
-    scale_embeddings=False, first_k_dense_replace=None,
-    rope_adjustments=None, rope_interleave=False, rope_local_base_freq=None,
-)  # fmt: skip
-
-
 class GPT(Packed):
     """GPT-2, or a model of Llama's shape. Its modules have litgpt's names and litgpt's order, which is the order
-    of named_parameters and of the random draws of a new model's weights.
-
-    Raises ValueError for a config that asks for what GPT does not compute."""
+    of named_parameters and of the random draws of a new model's weights. It ignores the fields of litgpt's Config that
+    other shapes need, such as parallel_residual."""
 
     block_class: type[nn.Module]
     """The class of a layer: Block, or a fork's block (docs/forks.md, "Another architecture")."""
 
     def __init__(self, config: litgpt.Config):
         super().__init__()
-        for name, fixed in FIXED.items():
-            value = getattr(config, name)
-            if value != fixed:
-                raise ValueError(f"{name}={value}: GPT computes {fixed} alone")
-        if config.rope_n_elem not in (0, config.head_size):
-            raise ValueError(f"rotary_percentage={config.rotary_percentage}: GPT computes 0 or 1")
         self.config = config
         self.max_seq_length = config.block_size
         self.objective_module = None

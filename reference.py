@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from attention import PromptCache
 from data import step_examples
 from infra.console import BadInput, progress, rank, say, user_error
 from infra.devices import all_reduce, local_part, place_like, set_weights, to_device
@@ -38,18 +37,12 @@ class FrozenModel:
         self.fabric = fabric
         self.model = model
 
-    def compute(
-        self,
-        packed: PackedBatch,
-        prompts: PromptCache | None = None,
-        keeps_prompts: bool = False,
-        by_token: bool = False,
-    ) -> Scores:
-        """See model.Packed.forward."""
+    def compute(self, packed: PackedBatch, **options: Any) -> Scores:
+        """options: see model.Packed.forward."""
         # Unless it is sharded, Fabric does not wrap the copy: without its autocast it would round
         # differently from the policy.
         with self.fabric.autocast():
-            return self.model(packed, prompts, keeps_prompts, by_token)
+            return self.model(packed, **options)
 
     __call__ = compute
 
@@ -72,16 +65,10 @@ class AdaptersOff:
         # a context with the policy's own base, where other_weights has put another one there
         self.own_base: Callable[[], AbstractContextManager] = nullcontext
 
-    def compute(
-        self,
-        packed: PackedBatch,
-        prompts: PromptCache | None = None,
-        keeps_prompts: bool = False,
-        by_token: bool = False,
-    ) -> Scores:
-        """See model.Packed.forward."""
+    def compute(self, packed: PackedBatch, **options: Any) -> Scores:
+        """options: see model.Packed.forward."""
         with disable_adapters(self.policy), self.own_base():
-            return self.policy(packed, prompts, keeps_prompts, by_token)
+            return self.policy(packed, **options)
 
     __call__ = compute
 
@@ -134,30 +121,17 @@ class CachedReference:
         """Whether the model is no longer in memory."""
         return self.reference is None
 
-    def compute(
-        self,
-        packed: PackedBatch,
-        prompts: PromptCache | None = None,
-        keeps_prompts: bool = False,
-        by_token: bool = False,
-    ) -> Scores:
+    def compute(self, packed: PackedBatch, **options: Any) -> Scores:
         """By the model, not from the folder."""
-        return self.reference.compute(packed, prompts, keeps_prompts, by_token)
+        return self.reference.compute(packed, **options)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """The weights that a checkpoint must hold: none, a cached reference never moves."""
         return {}
 
-    def __call__(
-        self,
-        packed: PackedBatch,
-        prompts: PromptCache | None = None,
-        keeps_prompts: bool = False,
-        by_token: bool = False,
-    ) -> Scores:
-        """Log-probs (B, K) in nats, from the folder where it has them. prompts are neither used nor kept:
-        their keys may never have been computed. by_token: always False, the folder has sums alone. Raises
-        BadInput."""
+    def __call__(self, packed: PackedBatch, **_options: Any) -> Scores:
+        """Log-probs (B, K) in nats, from the folder where it has them. Prompts are neither used nor kept, because their
+        keys may never have been computed; the folder has no log-probs by token. Raises BadInput."""
         keys = digests(packed)
         device = packed.token_N.device
         is_missing = any(key not in self.known for key in keys)

@@ -266,7 +266,8 @@ class Trainer:
         objective = self.run.objective
         if not objective.needs_reference:
             return Scores(logps=None)
-        return self.run.reference(packed, prompts, keeps_prompts, objective.by_token)
+        options = dict(keeps_prompts=keeps_prompts, by_token=objective.by_token)
+        return self.run.reference(packed, prompts=prompts, **options)
 
     @torch.no_grad()
     def score_under(self, micro: MicroBatch, prompts: list[np.ndarray]) -> torch.Tensor:

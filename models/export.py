@@ -48,10 +48,10 @@ def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
     return widest(narrow) if narrow else None
 
 
-def _say_type_in_config(file: Path, numbers_of: Counter) -> None:
-    """Correct the types that config.json says, also of a text or a vision model within it. numbers_of: how many of the
-    weights' numbers have each type. A type that no weight has becomes the type of most numbers."""
-    names = [str(dtype).removeprefix("torch.") for dtype, _ in numbers_of.most_common()]
+def _say_type_in_config(file: Path, types: set[torch.dtype]) -> None:
+    """Correct the types that config.json says, also of a text or a vision model within it. types: of the weights. A
+    type that no weight has becomes one that has all numbers of all weights."""
+    names = [str(dtype).removeprefix("torch.") for dtype in (widest(types), *types)]
 
     def correct(said: re.Match) -> str:
         return said[0] if said[2] in names else f'{said[1]}"{names[0]}"'
@@ -127,11 +127,14 @@ def export(
     model is not in memory twice."""
     if next(iter(weights.values())).dtype == torch.float64:
         dtype = dtype or torch.float64
+    types = stored_types(source.root)
+    if dtype:
+        types = dict.fromkeys(types, dtype)
     out.mkdir(parents=True, exist_ok=True)
-    numbers_of = _write_weights(source, rows, weights, out, dtype, seed, adapters)
+    _write_weights(source, rows, weights, out, types, seed, adapters)
     for file in source.files:
         copy_text(file, out / file.name)
-    _say_type_in_config(out / "config.json", numbers_of)
+    _say_type_in_config(out / "config.json", set(types.values()))
     for name, text in notes.items():
         (out / name).write_text(text)
     if "chat_template.jinja" in notes:
@@ -143,20 +146,17 @@ def _write_weights(
     rows: dict[str, Rows],
     weights: dict[str, torch.Tensor],
     out: Path,
-    dtype: torch.dtype | None,
+    types: dict[str, torch.dtype],
     seed: int,
     adapters: Mapping[str, Adapter],
-) -> Counter:
-    """Write files of weights like the source's, with the same names. See export. -> how many numbers have each type"""
+) -> None:
+    """Write files of weights like the source's, with the same names. types: by these names. See export."""
     with torch.device("meta"):
         shell = transformers.AutoModelForCausalLM.from_config(read_config(source))
-    types = stored_types(source.root)
     name_of = names_in_model(shell, types)
-    if dtype:
-        types = dict.fromkeys(types, dtype)
     trained = _trained_weights(shell, rows, weights, Counter(name_of.values()))
-    numbers_of: Counter = Counter()
     file_of = {}
+    size = 0
     for file in weight_files(source.root):
         part = {}
         with safe_open(file, "pt") as stored:
@@ -169,15 +169,13 @@ def _write_weights(
                 if adapter := adapters.get(name_in_model.removesuffix(".weight")):
                     x = _with_adapter(x, adapter, rows[name_in_model].transposed)
                 part[name] = round_at_random(x, types.get(name, x.dtype), key, seed)
-                numbers_of[part[name].dtype] += x.numel()
+                size += part[name].nbytes
         save_file(part, out / file.name, {"format": "pt"})
         file_of |= dict.fromkeys(part, file.name)
     assert not trained, f"the source's files have no place for {', '.join(trained)}"
     if len(set(file_of.values())) > 1:
-        size = sum(n * kind.itemsize for kind, n in numbers_of.items())
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
         write_config(out / "model.safetensors.index.json", index)
-    return numbers_of
 
 
 def _trained_weights(

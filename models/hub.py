@@ -133,7 +133,8 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     if not folder.is_dir():
         folder = _download(name, what, weights)
     base = base_name(folder)
-    if (folder / "adapter_config.json").exists():
+    is_adapter = (folder / "adapter_config.json").exists()
+    if is_adapter:
         is_other = base and find_path(base).resolve() != folder.resolve()
         refuse_unless(
             is_other,
@@ -154,7 +155,7 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         weight_files(folder)
     if not base:
         return Source(folder)
-    if (folder / "adapter_config.json").exists():
+    if is_adapter:
         what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
     return Source(folder, find_model(base, what, weights))
 
@@ -183,22 +184,14 @@ def base_name(folder: Path) -> str | None:
     return None
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a setting names a repository of the Hub. Its paths are absolute."""
-    try:
-        huggingface_hub.utils.validate_repo_id(name)
-    except huggingface_hub.utils.HFValidationError:
-        return False
-    return not find_path(name).exists()
-
-
 def root_id(source: Source) -> str | None:
     """The Hub id of the base of checkpoints and adapters; None if it was given as a folder."""
     name = ""
     while source.base:
         name = base_name(source.folder)
         source = source.base
-    return name if is_hub_id(name) else None
+    is_path = Path(name).is_absolute() or find_path(name).exists()
+    return None if is_path else name
 
 
 def read_json(file: Path) -> dict:
@@ -215,17 +208,17 @@ def write_config(file: Path, config: dict) -> None:
 
 
 def read_config(source: Source) -> transformers.PretrainedConfig:
-    """transformers' config of a model, without dropout: policy and reference must be equal. Raises
-    BadInput, also for a config that REFUSED matches."""
+    """transformers' config of a model, without dropout: policy and reference must be equal. `blocks` is the name of the
+    fork's blocks that the model was made with, or empty. Raises BadInput, also for a config that REFUSED matches."""
     file = source.root / "config.json"
     with user_error(None, file):
-        model_type, _, blocks = read_json(file).get("model_type", "").partition(BLOCKS_MARK)
+        about = read_json(file)
+        about["model_type"], _, blocks = about.get("model_type", "").partition(BLOCKS_MARK)
         if blocks:
-            config = transformers.AutoConfig.for_model(
-                **read_json(file) | {"model_type": model_type}
-            )
+            config = transformers.AutoConfig.for_model(**about)
         else:
             config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=False)
+        config.blocks = blocks
         text = config.get_text_config()
         # The config of a model with images also describes its encoder, which is not computed.
         refused = REFUSED.search(text.to_json_string(use_diff=False))
@@ -241,12 +234,6 @@ def read_config(source: Source) -> transformers.PretrainedConfig:
 
 # In config.json: "gpt2+ParallelBlock" is a GPT-2 with blocks of a fork's own. No other program loads it as a GPT-2.
 BLOCKS_MARK = "+"
-
-
-def blocks_of(source: Source) -> str:
-    """The name of a fork's blocks, if a model was made with them; otherwise empty."""
-    config = read_json(source.root / "config.json")
-    return config.get("model_type", "").partition(BLOCKS_MARK)[2]
 
 
 def mark_blocks(folder: Path, blocks: str) -> None:

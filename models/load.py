@@ -29,7 +29,6 @@ from infra.settings import Lora, RunSettings
 from model import GPT, Block, Packed
 from models.hub import (
     Source,
-    blocks_of,
     blocks_of_decoder,
     check_logps,
     compute_in_float32,
@@ -84,7 +83,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     """A model with all adapters merged: transformers' model with the adapters of PEFT folders, compared, and then with
     the trained weights of checkpoints. dtype: at least float32. A model that nothing was put into
     may keep the narrower type of its files."""
-    if source.base and not _is_peft(source):
+    if source.base and not (source.folder / "adapter_config.json").exists():
         gpt = _load_plain(source.base, dtype)
         for p in gpt.parameters():
             p.data = p.data.to(dtype)
@@ -95,6 +94,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     # below would not see it, since it has the same buffer.
     if any(x.is_floating_point() and is_narrower(x.dtype, dtype) for x in hf.buffers()):
         hf = _read_adapted(source, dtype)
+    blocks = hf.config.blocks
     with user_error(f"model: {source.root}: {hf.config.model_type}"):
         prompts, completions = short_texts(hf)
         with compute_in_float32(hf, blocks_of_decoder(hf.get_decoder())):
@@ -105,7 +105,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
             del hf  # a large model must not be in memory twice
         else:
             gpt = model_of_transformers(hf)
-        if not _has_own_blocks(gpt, source):
+        if not _has_own_blocks(gpt, blocks):
             with compute_in_float32(gpt, gpt.blocks):
                 _compare(gpt, prompts, completions, expected_T)
     return gpt
@@ -118,11 +118,11 @@ def model_of_transformers(hf: transformers.PreTrainedModel) -> Packed:
     return TransformersGPT(hf)
 
 
-def _has_own_blocks(gpt: Packed, source: Source) -> bool:
+def _has_own_blocks(gpt: Packed, blocks: str) -> bool:
     """Whether the model computes with blocks of a fork's own (GPT.block_class), which nothing can be compared
-    with. Raises BadInput where it would compute another model than the folder's."""
+    with. blocks: the name of those that the folder's model was made with. Raises BadInput if the model would compute
+    something else than the folder's."""
     block_name = "" if GPT.block_class is Block else GPT.block_class.__name__
-    blocks = blocks_of(source)
     if blocks not in ("", block_name):
         raise BadInput(
             f"its blocks are {blocks}: it can be loaded where GPT.block_class is that class"
@@ -153,10 +153,6 @@ def put_on(gpt: Packed, folder: Path) -> Adapters:
 
 
 # ---- PEFT's folders ------------------------------------------------------------------------------
-
-
-def _is_peft(source: Source) -> bool:
-    return (source.folder / "adapter_config.json").exists()
 
 
 def _read_adapted(source: Source, dtype: torch.dtype | None) -> transformers.PreTrainedModel:

@@ -8,13 +8,11 @@ import contextlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -24,7 +22,6 @@ from infra.console import BadInput, rank
 from infra.devices import gather_tensor, place_like
 from infra.rounding import round_at_random
 from infra.settings import Lora
-from models.hub import read_json
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
 # {transformers' name of a layer: its adapter}, whole and on the CPU
@@ -288,19 +285,6 @@ def take_out_adapters(model: nn.Module) -> Adapters:
 
 
 # ---- PEFT's files --------------------------------------------------------------------------------
-
-
-LORA_MATRIX = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
-
-
-def has_lora_alone(folder: Path) -> bool:
-    """Whether a folder is one of PEFT's with LoRA's matrices of layers, and nothing else that changes the base."""
-    if not (folder / "adapter_config.json").exists():
-        return False
-    config = read_json(folder / "adapter_config.json")
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        are_matrices = all(map(LORA_MATRIX.search, file.keys()))
-    return are_matrices and not config.get("target_parameters")
 
 
 def write_peft(adapters: Adapters, model: nn.Module, base: str, lora: Lora, out: Path) -> None:

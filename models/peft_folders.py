@@ -1,10 +1,8 @@
-"""PEFT's folders: read and merged by PEFT itself, and joined with a run's own adapters. This file is imported only if
-a model is such a folder, because PEFT is slow to import."""
+"""PEFT's folders, read and merged by PEFT itself. This file is imported only if a model is such a folder, because PEFT
+is slow to import."""
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import peft
@@ -12,12 +10,11 @@ import torch
 import transformers
 from torch import nn
 
-from infra.console import BadInput, user_error
+from infra.console import BadInput
 from models.hub import (
     Source,
     check_logps,
     plain_logps,
-    read_config,
     read_json,
     refuse_missing_weights,
     short_texts,
@@ -46,14 +43,6 @@ def _check_folder(folder: Path) -> None:
     refuse_missing_weights(folder, [folder / "adapter_model.safetensors"])
 
 
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Within this context PEFT gives no warnings. This file refuses whatever PEFT would only warn about."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 @torch.no_grad()
 def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers.PreTrainedModel:
     """transformers' model with a PEFT folder merged into its weights. Raises BadInput if a part of the folder would be
@@ -64,7 +53,8 @@ def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers
     is_tied = head.weight is hf.get_input_embeddings().weight
     if is_tied:  # PEFT would add an adapter of one of the two to both
         head.weight = nn.Parameter(head.weight.clone())
-    with _without_advice():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this file refuses whatever PEFT would only warn about
         config = peft.LoraConfig.from_pretrained(folder)
         config.inference_mode = False  # so that exactly the adapter's weights require a gradient
         model = peft.PeftModel(hf, config)
@@ -90,18 +80,3 @@ def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers
     has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())
     check_logps("merged", plain_logps(hf, *texts), expected_T, "PEFT's own", has_experts)
     return hf
-
-
-def join_peft(source: Source, out: Path) -> None:
-    """Add the adapter of a PEFT folder to the adapter in the folder `out`. PEFT concatenates their matrices, with one
-    rank and one scale for all layers. source: a PEFT folder that has_lora_alone."""
-    with torch.device("meta"):
-        hf = transformers.AutoModelForCausalLM.from_config(read_config(source), dtype=torch.float32)
-    # PEFT reads none of the base's weights here, and memory that nobody touches is not taken
-    hf.to_empty(device="cpu")
-    with user_error(f"{source.folder}: PEFT cannot join it"), _without_advice():
-        model = peft.PeftModel.from_pretrained(hf, source.folder, "before", torch_device="cpu")
-        model.load_adapter(out, "own", torch_device="cpu")
-        # `own` first: the new adapter takes its other settings, such as the kind of its scale
-        model.add_weighted_adapter(["own", "before"], [1.0, 1.0], "default", "cat")
-        model.save_pretrained(out, selected_adapters=["default"], save_embedding_layers=False)

@@ -84,30 +84,30 @@ def test_every_package_that_is_imported_is_declared():
 # The most tokens of Python that a file at the root, or a room, may have. Whoever needs more raises the budget
 # in the same commit and says why.
 BUDGETS = {
-    "attention.py": 2_150,
+    "attention.py": 2_090,
     "checks.py": 2_780,
     "data.py": 2_450,
     "dpo.py": 1_100,
     "evaluation.py": 2_370,
-    "export.py": 780,  # what a run exports at its end, which was in evaluation.py
+    "export.py": 720,  # what a run exports at its end, which was in evaluation.py
     "generate.py": 1_780,
     "head.py": 1_350,
     "kto.py": 1_160,  # kto.balance; a fork's attributes take the place of settings
-    "model.py": 2_700,  # log-probs of several tokens at a place
+    "model.py": 2_570,  # log-probs of several tokens at a place
     "objective.py": 730,  # settings that depend on the records
     "online.py": 1_200,  # the plan for as many examples as rate made
     "packing.py": 1_600,
     "preview.py": 850,  # which was in records/
-    "reference.py": 1_800,  # the keys of its cache, which were in packing.py
+    "reference.py": 1_690,  # the keys of its cache, which were in packing.py
     "report.py": 1_070,
     "rollout.py": 2_600,  # an iteration has as many steps as the examples that rate made
     "run.py": 2_110,  # the context of a run, which was in checks.py
-    "sampler.py": 2_450,
+    "sampler.py": 2_430,
     "spin.py": 1_150,
     "sweep.py": 640,
     "trainer.py": 3_050,  # the reference names the tokens of Objective.top_k
     "infra/": 13_390,  # the signs of a sick run (health.py)
-    "models/": 11_250,
+    "models/": 10_910,
     "records/": 12_350,
     "convert/": 10_060,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
     "rate/": 2_200,

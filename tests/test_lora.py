@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import PARITY, train
+from conftest import PARITY
 from tiny_models import (
     EYES,
     GPT2,
@@ -311,35 +311,6 @@ def test_a_peft_folder_is_read_as_peft_computes_it(name, tmp_path):
     expected = their_logits(peft_model(base, folder))
     assert not same(expected, their_logits(load_transformers(base)), 1e-2)
     assert same(our_logits(folder), expected, 1e-4)
-
-
-AGAIN = {
-    "each layer of its scale": ("llama", dict(target_modules=["q_proj", "down_proj"], **SCALES)),
-    "gpt2": ("gpt2", dict(target_modules=["c_attn", "c_proj"])),
-    "a router": ("mixtral", dict(target_modules=["q_proj", "gate"])),
-    "DoRA": ("llama", dict(use_dora=True)),
-}
-
-
-@pytest.mark.parametrize("name", AGAIN)
-def test_a_run_from_a_peft_folder_exports_a_model_and_the_same_as_one_adapter_or_none(
-    name, ratings, tmp_path, capsys
-):
-    kind, options = AGAIN[name]
-    base = base_model(tmp_path / "base", kind)
-    folder = peft_adapter(base, tmp_path / "adapter", **options)
-    argv = ("--max_steps=1", "--batch_size=4", "--val_interval=null", "--optim.lr=1e-2")
-    argv += ("--data.max_prompt=24", "--data.max_completion=24", "--precision=32-true")
-    train(folder, ratings, tmp_path / "run", *argv, "--lora.rank=2", "--lora.targets=all-linear")
-    final = their_logits(load_transformers(tmp_path / "run" / "final"))
-    assert not same(final, our_logits(folder), 1e-2)
-    adapter = tmp_path / "run" / "final_adapter"
-    if name in ("each layer of its scale", "gpt2"):
-        assert same(their_logits(peft_model(base, adapter)), final, 1e-4)
-        assert same(our_logits(adapter), final, 1e-4)
-    else:
-        assert not adapter.exists()
-        assert "no final_adapter: PEFT needs a folder of its base" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -211,15 +211,6 @@ def test_a_new_model_has_the_names_the_order_and_the_first_weights_of_litgpts(sh
         assert list(ours) == list(plain) and all(torch.equal(x, plain[n]) for n, x in ours.items())
 
 
-@pytest.mark.parametrize(
-    "field",
-    [dict(parallel_residual=True), dict(scale_embeddings=True), dict(rotary_percentage=0.5)],
-)
-def test_a_config_that_the_blocks_would_ignore_is_refused(field):
-    with pytest.raises(ValueError, match=f"^{next(iter(field))}="):
-        gpt_of(LLAMA | field)
-
-
 def test_the_gradient_of_a_gathered_key_is_the_sum_over_its_copies():
     prompts, completions = ragged(2, 61, 0)
     prompts[2] = prompts[4] = prompts[0]  # six completions share it
