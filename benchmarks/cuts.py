@@ -1,8 +1,7 @@
 """The same run, cut five ways, by TRL and by us: does it matter how a step is split into micro-batches?
 
     python benchmarks/cuts.py run                       # the missing runs, one after the other
-    python benchmarks/cuts.py run --sides trl --seeds 1 --orders file
-    python benchmarks/cuts.py table                     # the table for RESULTS.md
+    python benchmarks/cuts.py table                     # their rows
 
 A step of 64 examples is cut as 64x1, 16x4, 8x8, 4x16 or 2x32: micro-batch size x micro-batches per step (TRL:
 per_device_train_batch_size x gradient_accumulation_steps). TRL computes z, the KL baseline, per micro-batch, from
@@ -20,17 +19,14 @@ agree, z is all that a cut changes.
 A finished run is a row of benchmarks/cuts.jsonl and is not run again. Other files are in out/cuts/. A row has:
 
 - right: held-out answers that the demo's checker accepts, sampled by generate.py with one seed, and their number;
-- distance: |w - w of the uncut run| / |w of the uncut run - start|, over all weights;
-- z: its mean over micro-batches (ours: over steps) in nats.
+- distance: |w - w of the uncut run| / |w of the uncut run - start|, over all weights.
 
 Older rows have more fields and other draws. At a59be7f cuts.svg was drawn by `cuts.py picture`.
 """
 
 import argparse
-import json
 import random
 import shutil
-import statistics
 import sys
 from itertools import product
 from pathlib import Path
@@ -48,6 +44,7 @@ RECORDS = MIXED / "train.jsonl"
 HELD_OUT = MIXED / "val.jsonl"
 ORDERS = ("shuffled", "file")
 CUTS = (64, 16, 8, 4, 2)
+SEEDS = (1, 2, 3)
 LONGEST = 32  # tokens of a prompt and of a completion
 SETTINGS = {
     "batch_size": 64,
@@ -75,8 +72,8 @@ def folder_of(side: str, order: str, seed: int, cut: int) -> Path:
     return OUT / f"{side}-{order}-{seed}-{cut}"
 
 
-def train_ours(records: str, cut: int, seed: int, out: Path) -> list[float]:
-    """-> z of each step. The trained model is left in out/final."""
+def train_ours(records: str, cut: int, seed: int, out: Path) -> None:
+    """The trained model is left in out/final."""
     settings = SETTINGS | {
         "model": MODEL,
         "data.train": records,
@@ -87,10 +84,10 @@ def train_ours(records: str, cut: int, seed: int, out: Path) -> list[float]:
         "seed": seed,
         "out_dir": out,
     }
-    return [row["kl"] for row in vs_trl.ours(ROOT, "kto", settings)]
+    vs_trl.ours(ROOT, "kto", settings)
 
 
-def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Path) -> list[float]:
+def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Path) -> None:
     """As train_ours, with z per micro-batch."""
     from infra.optimizer import Plan, lr_at
     from infra.settings import Optim
@@ -121,10 +118,9 @@ def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Pat
         "lr": [lr_at(step, plan, optim) for step in range(1, steps + 1)],
         "final": str(out / "final"),
     }
-    z = vs_trl.run_trl(spec)["z"]
+    vs_trl.run_trl(spec)
     for file in MODEL.glob("tokenizer*"):
         shutil.copy(file, out / "final")
-    return z
 
 
 def right_answers(model: Path) -> list[int]:
@@ -147,7 +143,7 @@ def distance(a: Path, b: Path) -> float:
 
 
 def run(side: str, order: str, seed: int, cut: int) -> dict:
-    """Train and check one run. -> its row of results"""
+    """Train and check one run. -> its results"""
     out = folder_of(side, order, seed, cut)
     shutil.rmtree(out, ignore_errors=True)  # left by a run that was stopped
     out.mkdir(parents=True)
@@ -158,53 +154,27 @@ def run(side: str, order: str, seed: int, cut: int) -> dict:
     rows = ordered(vs_trl.read_lines(RECORDS), order, seed, SETTINGS["batch_size"])
     records = vs_trl.write_records(f"cuts-{order}-{seed}", rows)
     if side == "ours":
-        z = train_ours(records, cut, seed, out)
+        train_ours(records, cut, seed, out)
     else:
         steps = SETTINGS["epochs"] * len(rows) // SETTINGS["batch_size"]
-        z = train_trl(side, records, cut, seed, steps, out)
+        train_trl(side, records, cut, seed, steps, out)
     uncut = folder_of(side, order, seed, CUTS[0]) / "final"
-    return {
-        "side": side,
-        "seed": seed,
-        "order": order,
-        "cut": cut,
-        "right": right_answers(out / "final"),
-        "distance": distance(out / "final", uncut) / distance(uncut, MODEL),
-        "z": statistics.mean(z),
-    }
-
-
-def rows_of(**wanted) -> list[dict]:
-    rows = vs_trl.read_lines(RESULTS)
-    return [row for row in rows if all(row[key] == x for key, x in wanted.items())]
-
-
-def run_missing(seeds: list[str], orders: list[str], sides: list[str]) -> None:
-    for seed, order, side, cut in product(map(int, seeds), orders, sides, CUTS):
-        if rows_of(side=side, seed=seed, order=order, cut=cut):
-            continue
-        print(f"{side}, {order}, seed {seed}, {cut} ...", flush=True)
-        row = run(side, order, seed, cut)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
+    off = distance(out / "final", uncut) / distance(uncut, MODEL)
+    return {"right": right_answers(out / "final"), "distance": off}
 
 
 def print_table() -> None:
-    """A row per order, side and seed. Each cell lists the cuts, the uncut run first."""
-    right = "right of 64x1, 16x4, 8x8, 4x16, 2x32, %"
-    vs_trl.print_cells("order, side, seed", right, "distance", "z, nats")
+    vs_trl.print_cells("order, side, seed", "micro-batch size", "right, %", "distance")
     vs_trl.print_cells(*["---"] * 4)
-    for order, side, seed in product(ORDERS, SIDES, (1, 2, 3)):
-        rows = sorted(rows_of(order=order, side=side, seed=seed), key=lambda row: -row["cut"])
-        cells = [
-            f"{order}, {side}, {seed}",
-            ", ".join(f"{100 * row['right'][0] / row['right'][1]:.1f}" for row in rows),
-            ", ".join(f"{row['distance']:.2g}" for row in rows),
-            ", ".join(f"{row['z']:.2f}" for row in rows),
-        ]
-        if rows:
-            vs_trl.print_cells(*cells)
+    rows = vs_trl.read_lines(RESULTS)
+    for row in sorted(rows, key=lambda row: (name_of(row), -row["cut"])):
+        right, n = row["right"]
+        cells = name_of(row), row["cut"], f"{100 * right / n:.1f}", f"{row['distance']:.2g}"
+        vs_trl.print_cells(*cells)
+
+
+def name_of(row: dict) -> str:
+    return f"{row['order']}, {row['side']}, {row['seed']}"
 
 
 def main() -> None:
@@ -212,14 +182,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["run", "table"])
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--orders", default="shuffled,file")
-    parser.add_argument("--sides", default=",".join(SIDES))
-    args = parser.parse_args()
-    if args.what == "table":
-        print_table()
-    else:
-        run_missing(args.seeds.split(","), args.orders.split(","), args.sides.split(","))
+    if parser.parse_args().what == "table":
+        return print_table()
+    for seed, order, side, cut in product(SEEDS, ORDERS, SIDES, CUTS):
+        vs_trl.run_once(RESULTS, dict(side=side, order=order, seed=seed, cut=cut), run)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@
                of 16,384 tokens: the rows of the table in docs/speed.md
     trl        GPT-2 124M, ours and TRL's, 20 steps of 32 ratings (vs_trl.py): ratio 2 means twice as fast as TRL
     head       forward and backward of the LM head, ours and with full logits: 8,192 tokens, width 4,096,
-               vocabulary 151,936; with other chunks, to choose GPU_ROWS and GPU_SAVED of head.py
+               vocabulary 151,936; with other chunks, to choose GPU_ROWS of head.py
     sampling   64 and 256 answers of 100 tokens, ours and transformers' (sampling.py)
-    resume     a run that is killed and resumed with --deterministic true: is it the whole run, bit for bit?
     programs   dpo.py, spin.py, online.py, LoRA, float32, activation checkpointing: from start to export
 
 - Each part is a process with a time limit. If a part fails or takes too long, the next part begins.
@@ -26,7 +25,6 @@
 
 import argparse
 import contextlib
-import csv
 import faulthandler
 import importlib.util
 import json
@@ -77,27 +75,20 @@ def result(**numbers) -> None:
 
 
 def write(out: Path, **row) -> None:
-    line = json.dumps(row)
-    print(line[:600], flush=True)
-    with open(out / "results.jsonl", "a") as f:
-        f.write(line + "\n")
+    print(json.dumps(row)[:600], flush=True)
+    vs_trl.add_line(out / "results.jsonl", row)
 
 
-def start(out: Path, words: str, **settings: object) -> subprocess.Popen:
+def start(out: Path, words: str) -> subprocess.Popen:
     """One of the project's programs."""
     command = [sys.executable, *words.split(), f"--out_dir={out}", "--progress=false"]
-    return subprocess.Popen([*command, *(f"--{name}={x}" for name, x in settings.items())])
+    return subprocess.Popen(command)
 
 
 def finish(*processes: subprocess.Popen) -> None:
     codes = [process.wait() for process in processes]
     if any(codes):
         raise SystemExit(f"exit codes {codes}")
-
-
-def rows_of(file: Path) -> list[dict]:
-    with open(file) as f:
-        return list(csv.DictReader(f))
 
 
 # ---- what the device does ------------------------------------------------------------------------
@@ -181,12 +172,12 @@ def machine(tiny: bool, work: Path) -> None:
 
 
 def demo(tiny: bool, work: Path) -> None:
-    few = {"max_steps": 6, "eval.prompts": 20} if tiny else {}
+    few = " --max_steps 6 --eval.prompts 20" if tiny else ""
     began = time.perf_counter()
-    finish(start(work, "kto.py", **few))
+    finish(start(work, f"kto.py{few}"))
     seconds = time.perf_counter() - began
-    speeds = [float(row["tokens/s"]) for row in rows_of(work / "metrics.csv")]
-    accuracy = [float(row["checker_accuracy"]) for row in rows_of(work / "val.csv")]
+    speeds = [row["tokens/s"] for row in vs_trl.read_csv(work / "metrics.csv")]
+    accuracy = [row["checker_accuracy"] for row in vs_trl.read_csv(work / "val.csv")]
     result(seconds=seconds, accuracy=accuracy, tokens_s=statistics.median(speeds))
 
 
@@ -230,12 +221,11 @@ def write_inputs(folder: Path, kind: str, fields: dict, n: int) -> None:
 
     def text() -> str:
         length = max(8, round(rng.gauss(TOKENS, 0.3 * TOKENS)))
-        return " ".join(f"w{rng.randrange(1, config.vocab_size)}" for _ in range(length))
+        return vs_trl.random_words(rng, config.vocab_size, length)
 
-    with open(folder / "ratings.jsonl", "w") as f:
-        for i in range(n):
-            record = {"prompt": text(), "completion": text(), "label": bool(i % 2)}
-            f.write(json.dumps(record) + "\n")
+    for i in range(n):
+        record = {"prompt": text(), "completion": text(), "label": bool(i % 2)}
+        vs_trl.add_line(folder / "ratings.jsonl", record)
 
 
 def step(model: str, tiny: bool, work: Path) -> None:
@@ -267,8 +257,8 @@ def step(model: str, tiny: bool, work: Path) -> None:
             ends.append(time.perf_counter())  # the check of the gradient's norm has waited for it
 
     def report(policy: torch.nn.Module) -> None:
-        row = rows_of(work / "run" / "metrics.csv")[1]  # of the timed steps
-        speed = {name: float(row[name]) for name in ("tokens/s", "memory_gb")}
+        row = vs_trl.read_csv(work / "run" / "metrics.csv")[1]  # of the timed steps
+        speed = {name: row[name] for name in ("tokens/s", "memory_gb")}
         ms = (ends[2 * STEPS - 1] - ends[STEPS - 1]) / STEPS * 1e3
         speed["tflops"] = useful_tflops(policy, speed["tokens/s"])
         speed["share_of_product"] = speed["tflops"] / product_tflops(tiny)
@@ -324,9 +314,8 @@ def head(tiny: bool, work: Path) -> None:
     }
     for rows in (512, 1024, 2048, 4096):
         size = rows * T // 8192
-        for n_saved in {0, default.n_saved, T // size}:
-            chunks = default._replace(size=size, softmax=size, n_saved=n_saved)
-            losses[f"ours, chunks of {size}, {n_saved} saved"] = partial(ours, chunks)
+        chunks = default._replace(size=size, softmax=size)
+        losses[f"ours, chunks of {size}"] = partial(ours, chunks)
 
     def gradient(name: str) -> torch.Tensor:
         h_TC.grad = w_VC.grad = None
@@ -356,56 +345,25 @@ def sampling(tiny: bool, work: Path) -> None:
         result(answers=rows, precision=precision, tokens_s=run(folder, precision, rows, new, turns))
 
 
-# ---- a resume, and the programs ------------------------------------------------------------------
-
-
-def resume(tiny: bool, work: Path) -> None:
-    steps, interval = (8, 2) if tiny else (120, 40)
-    command = f"kto.py --deterministic true --max_steps {steps} --save_interval {interval}"
-    command += " --log_interval 1 --data.val null --eval.check null"
-    whole = start(work / "whole", command)
-    killed = start(work / "killed", command)
-    while killed.poll() is None and not list(work.glob("killed/checkpoints/step-*")):
-        time.sleep(0.005)
-    was_running = killed.poll() is None
-    killed.kill()
-    killed.wait()
-    finish(whole, start(work / "killed", command, resume="auto"))
-    rows, weights = [], []
-    for name in ("whole", "killed"):
-        rows.append(rows_of(work / name / "metrics.csv"))
-        weights.append((work / name / "final" / "model.safetensors").read_bytes())
-    for row in sum(rows, []):
-        for clock in ("tokens/s", "seconds", "memory_gb"):
-            del row[clock]
-    same = {"metrics": rows[0] == rows[1], "weights": weights[0] == weights[1]}
-    result(was_running=was_running, steps=len(rows[0]), same=same)
-    if not all(same.values()):
-        raise SystemExit("the resumed run is not the whole run")
-
-
 def programs(tiny: bool, work: Path) -> None:
     """All run in parallel, because nothing is timed."""
     demos = work / "demos.jsonl"
     with open(PROJECT / "demo" / "train_demos.jsonl") as f:
         demos.write_text("".join(f.readlines()[:64]))
     kto = "kto.py --max_steps 6 --eval.prompts 32"
-    online = "online.py --online.max_iterations 2 --online.prompts_per_iteration 128"
-    processes = [
-        start(work / "dpo", "dpo.py --max_steps 6 --eval.prompts 32"),
-        start(work / "spin", "spin.py --spin.max_iterations 2", **{"data.train": demos}),
-    ]
-    if not tiny:
-        processes += [
-            start(work / "online", f"{online} --eval.prompts 32"),
-            start(work / "lora", f"{kto} --precision bf16-true --lora.rank 4"),
-            start(work / "float32", f"{kto} --precision 32-true"),
-            start(work / "checkpointing", f"{kto} --activation_checkpointing true"),
-        ]
-    finish(*processes)
-    exported = sorted(folder.parent.parent.name for folder in work.glob("*/final/*.safetensors"))
-    result(exported=exported)
-    if len(exported) != len(processes):
+    commands = {
+        "dpo": "dpo.py --max_steps 6 --eval.prompts 32",
+        "spin": f"spin.py --spin.max_iterations 2 --data.train {demos}",
+        "online": "online.py --online.max_iterations 2 --online.prompts_per_iteration 128 --eval.prompts 32",
+        "lora": f"{kto} --precision bf16-true --lora.rank 4",
+        "float32": f"{kto} --precision 32-true",
+        "checkpointing": f"{kto} --activation_checkpointing true",
+    }
+    names = list(commands)[: 2 if tiny else None]
+    finish(*(start(work / name, commands[name]) for name in names))
+    missing = [name for name in names if not list(work.glob(f"{name}/final/*.safetensors"))]
+    result(ran=names, not_exported=missing)
+    if missing:
         raise SystemExit("a program has not exported its model")
 
 
@@ -414,8 +372,7 @@ def programs(tiny: bool, work: Path) -> None:
 PARTS = {  # in the order of their worth: the function, and seconds after which it is killed
     "machine": (machine, 100), "demo": (demo, 150), "tests": (tests, 130),
     **{name: (partial(step, name), 130) for name in MODELS},
-    "trl": (trl, 150), "head": (head, 70), "sampling": (sampling, 110), "resume": (resume, 130),
-    "programs": (programs, 120),
+    "trl": (trl, 150), "head": (head, 70), "sampling": (sampling, 110), "programs": (programs, 120),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ of the process, libraries included.
 import random
 import resource
 
-from vs_trl import HERE, model_folder, ours, print_cells, write_records
+from vs_trl import HERE, model_folder, ours, print_cells, random_words, write_records
 
 SHAPE = (1, 64, 1, 4096)  # layers, width, heads, vocabulary
 TOKENS = 20  # of a prompt, and of a completion with its EOS
@@ -18,15 +18,10 @@ TOKENS = 20  # of a prompt, and of a completion with its EOS
 def measure(n: int) -> tuple[float, float]:
     """A run on n ratings of random words. -> its CPU seconds and its peak memory in GiB"""
     rng = random.Random(1)
-    words = [f"w{i}" for i in range(1, SHAPE[3])]
-
-    def text(length: int) -> str:
-        return " ".join(rng.choices(words, k=length))
-
-    records = [
-        {"prompt": text(TOKENS), "completion": text(TOKENS - 1), "label": bool(i % 2)}
-        for i in range(n)
-    ]
+    records = []
+    for i in range(n):
+        prompt, completion = (random_words(rng, SHAPE[3], k) for k in (TOKENS, TOKENS - 1))
+        records.append({"prompt": prompt, "completion": completion, "label": bool(i % 2)})
     settings = {
         "model": model_folder("records", SHAPE),
         "data.train": write_records("records", records),

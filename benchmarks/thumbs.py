@@ -2,7 +2,6 @@
 
     python examples/smollm2.py                  # the model, once
     python benchmarks/thumbs.py run             # what is missing, one run after the other
-    python benchmarks/thumbs.py run --thumbs 40 --seeds 0 --lr 4e-4    # another learning rate
     python benchmarks/thumbs.py table           # the table for RESULTS.md
 
 A run does as a user of python -m rate: the model answers questions about things, each answer gets a thumb, and the
@@ -11,20 +10,19 @@ up to an answer of three words or more that ends within 48 tokens. Two of six qu
 other four are open, and nearly all answers to them have more than 48 tokens.
 
 The trained model then answers the same six questions about things that no thumb was about. Fewer thumbs of a seed are
-the first ones of more. A finished run is a row of benchmarks/thumbs.jsonl and is not run again; seed 0 is for
-tuning, and no table counts it. There are 324 questions to rate. Everything else is in out/thumbs/. A step of 8
-answers takes 13 s on one core that multiplies no bfloat16: 0 to 160 thumbs of one seed are 150 steps and 780 sampled
-answers, about 45 minutes; 320 thumbs as long again.
+the first ones of more. There are 324 questions to rate. A finished run is a row of benchmarks/thumbs.jsonl and is not
+run again. Everything else is in out/thumbs/. A step of 8 answers takes 13 s on one core that multiplies no bfloat16.
+All runs of one seed take about 90 minutes, half of them for 320 thumbs.
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
-from vs_trl import HERE, print_cells, read_lines, run_process, write_records
+from vs_trl import HERE, print_cells, read_lines, run_once, run_process, write_records
 
 RESULTS = HERE / "thumbs.jsonl"
 OUT = HERE.parent / "out" / "thumbs"
@@ -93,33 +91,29 @@ def held_out(folder: Path, seed: int, name: str) -> dict:
     return counts | {"words": round(words, 1)}
 
 
-def run(model: Path, seed: int, n: int, lr: float | None) -> dict:
-    """Rate, train by the command that the page shows, and check. -> its row of results"""
+def run(model: Path, thumbs: int, seed: int) -> dict:
+    """Rate, train by the command that the page shows, and check. -> its results"""
     from rate.desk import training_command
 
     OUT.mkdir(parents=True, exist_ok=True)
-    row = {"thumbs": n, "seed": seed, "lr": lr}
-    name = f"{seed}-{n}{f'-lr={lr}' if lr else ''}"
-    if n == 0:
-        return row | held_out(model, seed, name)
-    rows = rated(model, seed, n)
+    name = f"{seed}-{thumbs}"
+    if thumbs == 0:
+        return held_out(model, seed, name)
+    rows = rated(model, seed, thumbs)
     file = Path(write_records(f"ratings-{name}", rows))
     out = OUT / f"run-{name}"
     command = [sys.executable, *training_command(str(model), file)[1:], f"--out_dir={out}"]
     command += [f"--seed={seed}", "--precision=32-true", "--resume=auto", "--val_interval=null"]
-    command += [f"--optim.lr={lr}"] if lr else []
     run_process(command)
     labels = [row["label"] for row in rows]
     counts = {"up": sum(labels), "down": labels.count(False)}
-    return row | counts | held_out(out / "final", seed, name)
+    return counts | held_out(out / "final", seed, name)
 
 
 def print_table() -> None:
     print_cells("thumbs", "seed", "up, down", "open questions", "asked to be short", "words")
     print_cells(*["---"] * 6)
     for row in sorted(read_lines(RESULTS), key=lambda row: (row["thumbs"], row["seed"])):
-        if row["seed"] == 0 or row["lr"]:
-            continue
         shares = [f"{up} of {n} ({up / n:.0%})" for up, n in (row["open"], row["asked"])]
         counts = f"{row.get('up', 0)}, {row.get('down', 0)}"
         print_cells(row["thumbs"], row["seed"], counts, *shares, row["words"])
@@ -133,18 +127,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=HERE.parent / "out" / "smollm2-135m")
     parser.add_argument("--thumbs", default="0,40,160,20,80,320", help="in this order")
     parser.add_argument("--seeds", default="1,2,3,4,5")
-    parser.add_argument("--lr", type=float, help="default: that of config/thumbs.yaml")
     args = parser.parse_args()
     if args.what == "table":
         return print_table()
     for seed in map(int, args.seeds.split(",")):
         for n in map(int, args.thumbs.split(",")):
-            done = [(row["thumbs"], row["seed"], row["lr"]) for row in read_lines(RESULTS)]
-            if (n, seed, args.lr) not in done:
-                row = run(args.model, seed, n, args.lr)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(row, flush=True)
+            run_once(RESULTS, {"thumbs": n, "seed": seed}, partial(run, args.model))
 
 
 if __name__ == "__main__":

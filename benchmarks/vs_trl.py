@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -42,15 +43,11 @@ RESULTS = HERE / "vs_trl.jsonl"
 SIZES = {  # GPT-2's shape: layers, width, heads, vocabulary
     "5.5M": (4, 256, 4, 8192),
     "8M": (4, 256, 4, 16384),
-    "30M": (6, 384, 6, 50257),
     "124M": (12, 768, 12, 50257),
-    "355M": (24, 1024, 16, 50257),  # from here on for a GPU
-    "774M": (36, 1280, 20, 50257),
-    "1.5B": (48, 1600, 25, 50257),
 }
 PROFILES = {"200/120": (200, 120), "400/60": (400, 60)}  # median tokens of prompt and completion
 BATCH = 8
-STEPS = {"30M": 3, "124M": 1}  # timed steps; elsewhere 5. One warm-up step comes first
+STEPS = {"124M": 1}  # timed steps; elsewhere 5. One warm-up step comes first
 PAIRS = {"124M": 3}  # runs of each side; elsewhere 5
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 # on CUDA TRL runs the head on completion tokens only; "completion-only head": on a CPU, too
@@ -71,7 +68,7 @@ def make_records(kind: str, size: str, profile: str) -> list[dict]:
 
     def text(median):
         n = min(3 * median, 1000 - 3 * y, max(4, round(rng.lognormvariate(0, 0.5) * median)))
-        return " ".join(f"w{rng.randrange(1, vocab)}" for _ in range(n))
+        return random_words(rng, vocab, n)
 
     records = []
     for i in range(BATCH * (STEPS.get(size, 5) + 1)):
@@ -82,6 +79,11 @@ def make_records(kind: str, size: str, profile: str) -> list[dict]:
             record |= {"chosen": f" {text(y)}", "rejected": f" {text(y)}"}
         records.append(record)
     return records
+
+
+def random_words(rng: random.Random, vocab: int, n: int) -> str:
+    """Words of save_words: each is a token."""
+    return " ".join(f"w{rng.randrange(1, vocab)}" for _ in range(n))
 
 
 def count_tokens(record: dict) -> int:
@@ -142,8 +144,12 @@ def ours(tree: Path, program: str, settings: dict) -> list[dict]:
         } | settings  # fmt: skip
         options = [f"--{name}={value}" for name, value in settings.items()]
         run_process([sys.executable, str(tree / f"{program}.py"), *options])
-        with open(f"{settings['out_dir']}/metrics.csv") as f:
-            return [{name: float(x) for name, x in row.items() if x} for row in csv.DictReader(f)]
+        return read_csv(Path(f"{settings['out_dir']}/metrics.csv"))
+
+
+def read_csv(file: Path) -> list[dict]:
+    with file.open() as f:
+        return [{name: float(x) for name, x in row.items() if x} for row in csv.DictReader(f)]
 
 
 def run_process(command: list[str]) -> str:
@@ -171,7 +177,7 @@ def side(name: str, spec: dict) -> dict:
 
 
 def run_trl(spec: dict) -> dict:
-    """Run TRL's trainer in its environment. -> losses, z, seconds and peak_gib
+    """Run TRL's trainer in its environment. -> losses, seconds and peak_gib
 
     settings of the spec are fields of TRL's config, lr has the learning rate of each step, and final is a folder for
     the trained model."""
@@ -206,7 +212,7 @@ def trl(spec: dict) -> None:
         num_train_epochs=1, train_sampling_strategy="sequential",
     )  # fmt: skip
     args = config_class(**settings | spec.get("settings", {}))
-    logged, ends = [], []
+    losses, ends = [], []
 
     class Recorder(transformers.TrainerCallback):
         def on_step_begin(self, _args, state, _control, optimizer=None, **__):
@@ -218,7 +224,7 @@ def trl(spec: dict) -> None:
 
         def on_log(self, _args, _state, _control, logs=None, **__):
             if "loss" in logs:
-                logged.append(dict(logs))
+                losses.append(logs["loss"])
 
     policy, reference = (
         transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
@@ -234,9 +240,7 @@ def trl(spec: dict) -> None:
     peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if "final" in spec:
         policy.save_pretrained(spec["final"])
-    losses, z = ([logs.get(name) for logs in logged] for name in ("loss", "kl"))
-    seconds = ends[-1] - ends[0]
-    print(json.dumps({"losses": losses, "z": z, "seconds": seconds, "peak_gib": peak}))
+    print(json.dumps({"losses": losses, "seconds": ends[-1] - ends[0], "peak_gib": peak}))
 
 
 def environment() -> str:
@@ -312,6 +316,20 @@ def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def add_line(file: Path, row: dict) -> None:
+    with file.open("a") as f:
+        f.write(json.dumps(row) + "\n")
+
+
+def run_once(file: Path, key: dict, run: Callable[..., dict]) -> None:
+    """Run what a key names, unless the file has its row of results: run(**key) returns the rest of it."""
+    if not any(row | key == row for row in read_lines(file)):
+        print(f"{', '.join(map(str, key.values()))} ...", flush=True)
+        row = key | run(**key)
+        add_line(file, row)
+        print(row, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -333,8 +351,7 @@ def main() -> None:
             print_result(row)
             refuse_other_training(row)
             if row not in known and not args.beside:
-                with RESULTS.open("a") as f:
-                    f.write(json.dumps(row) + "\n")
+                add_line(RESULTS, row)
     print(f"\n{os.cpu_count()} cores, Python {sys.version.split()[0]}")
 
 

@@ -3,13 +3,13 @@
     python examples/humanline.py
     python examples/humanline.py --config config/lora.yaml --model M --reference M --precision 32-true --data.train F
 
-(A reference in bfloat16 takes only a part of what adapters have learned: docs/forks.md.)
+A reference in bfloat16 takes only a part of what adapters have learned (docs/forks.md).
 
 The clip and its limits are those of the authors' code (HALOs), for the mismatched pairs of z too. There the reference
 becomes the policy just before each step; the paper has every k steps (--kto.sync_interval). Two things differ, as in
 kto.py: z is one number for the whole step, and mismatched completions come from other prompts.
 
-A reference that moves makes losses of two steps two different things: judge a run by a checker.
+The reference moves, so the losses of two steps cannot be compared. Judge a run by a checker.
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ class Humanline(kto.KTO):
     by_token = True
 
     def reduce_tokens(self, logps, ref_logps, length_BK):
-        """(B, K, L) -> (B, K). The reference's log-prob moves to where the log-ratio is at its limit; beyond it
-        the token has no gradient."""
+        """(B, K, L) -> (B, K). The reference's log-prob moves until the log-ratio is within its limits. A clipped token
+        has no gradient."""
         clipped = (logps - ref_logps).clamp(-self.args.fall, self.args.rise)
         return logps.sum(-1), (logps - clipped).sum(-1)
 

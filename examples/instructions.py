@@ -5,17 +5,17 @@
     python examples/instructions.py --data_only    # the data alone, in out/instructions
 
 Options are those of online.py. The topics of val.jsonl and new_kinds.jsonl are not in train.jsonl, and the three kinds
-of instruction in new_kinds.jsonl are trained nowhere. A record has `kind`, `n` and `words`, the
+of instruction in new_kinds.jsonl are never trained. A record has `kind`, `n` and `words`, the
 instruction's kind, number and words, which data.extra hands to the checker. eval/after.json has each answer with its
 `kind`, its `group` (trained kinds or new ones) and its verdict.
 
 The kinds are chosen so that the model already follows most of them now and then: from answers that are all wrong KTO
-only learns what not to say. There is no JSON, quotation marks, capital letters, small letters, heading or last
-sentence, because 0 of 36 answers were right.
+only learns what not to say. JSON, quotation marks, capital letters, small letters, headings and last sentences are left
+out, because 0 of 36 answers were right.
 
 An answer that follows its instruction is still wrong if it is a cheap way out: with fewer than fifteen different
 words, or where it repeats four words in a row of the instruction. It is also wrong if it was cut at the longest length:
-otherwise answers that never end would do.
+otherwise the policy could learn answers that never end.
 
 In another program: from instructions import check, write_data; online.main(argv, checker=check).
 """

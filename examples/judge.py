@@ -2,11 +2,11 @@
 
     python examples/judge.py --judge.server http://127.0.0.1:8000 --judge.model NAME
 
-This is online KTO; kto.main(settings=..., trainer=Judged, checker=judge) has answers judged before and after a run on
-ratings, with a group `judge` as below in its settings. Replies are kept in judge.jsonl in the run's folder, or in
---judge.cache, as they come: a resume asks nothing twice. A reply that is neither yes nor no, or was cut, is no verdict:
-its answer gets no thumb, and is counted. If the judge thinks, only the text after its thoughts counts; the thoughts of
-the policy are a part of its answer. Read a few replies and eval/*.json: a policy may learn to persuade its judge.
+This is online KTO. kto.main(settings=..., trainer=Judged, checker=judge) has answers judged before and after a run on
+ratings; its settings need a group `judge` as below. Each reply is saved immediately, in judge.jsonl in the run's folder
+or in --judge.cache, so a resume asks nothing twice. A reply that is neither yes nor no, or was cut, is no verdict: its
+answer gets no thumb, and is counted. If the judge thinks, only the text after its thoughts counts. The thoughts of the
+policy are a part of its answer. Read a few replies and eval/*.json: a policy may learn to persuade its judge.
 """
 
 import hashlib
@@ -215,8 +215,8 @@ def key_of(body: str) -> str:
 
 
 def verdict(reply: str) -> bool | None:
-    """Whether the last line says yes, and nothing else; None where it says something else than yes or no, and where
-    the reply ends within the judge's thoughts."""
+    """True if the last line is yes, False if it is no, otherwise None. None, too, if the reply ends within the judge's
+    thoughts."""
     answer = reply.rpartition("</think>")[2].strip().lower()
     # without lines of signs alone
     lines = [line for line in answer.split("\n") if re.search("[a-z]", line)]
