@@ -1,6 +1,5 @@
 """Settings: what a run can be told, who wins, and how a mistake is answered in one line."""
 
-import ast
 import dataclasses
 import importlib
 import re
@@ -120,38 +119,28 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(config, wrong, near):
 
 
 def test_all_names_of_another_trainer_are_said_at_once(config):
-    """Twenty names of TRL were twenty starts."""
     file = config({"num_train_epochs": 3, "kto": {"learning_rate": 1e-4}})
     with pytest.raises(BadInput) as e:
         parse("--bf16", "--output_dir", "out", "--seed=1", "--config", file)
-    assert str(e.value).splitlines() == [
-        "bf16: no such setting",
-        "output_dir: no such setting; did you mean out_dir?",
-        f"{file}: kto.learning_rate: no such setting",
-        f"{file}: num_train_epochs: no such setting",
+    names = [line.partition(": no such")[0] for line in str(e.value).splitlines()]
+    assert names == [
+        "bf16",
+        "output_dir",
+        f"{file}: kto.learning_rate",
+        f"{file}: num_train_epochs",
     ]
 
 
 WRONG = {  # option -> what is said
     "--kto.beta=hi": "kto.beta: expected PositiveFloat, got hi",
-    "--kto.beta=nan": "kto.beta: expected PositiveFloat, got nan",
-    "--kto.beta=0": "kto.beta: expected PositiveFloat, got 0",
-    "--lora.dropout=1.1": "lora.dropout: expected ClosedUnitInterval, got 1.1",
-    "--batch_size=1.5": "batch_size: expected PositiveInt, got 1.5",
     "--batch_size=null": "batch_size: expected PositiveInt, got null",
-    "--data.shuffle=maybe": "data.shuffle: expected bool, got maybe",
     "--max_steps=true": "max_steps: expected PositiveInt or null, got true",
-    "--val_interval=often": "val_interval: expected PositiveInt or 0.5 epochs or null, got often",
     "--val_interval=0": "val_interval: expected PositiveInt or 0.5 epochs or null, got 0",
-    "--save_interval=0.25": "save_interval: expected PositiveInt or 0.5 epochs or null, got 0.25",
-    "--optim.warmup=-1": "optim.warmup: expected NonNegativeInt or 0.5 epochs, got -1",
-    "--optim.warmup=0.1": "optim.warmup: expected NonNegativeInt or 0.5 epochs, got 0.1",
     "--lora.quantize=nf4": "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
     "--precision=bf16-true": "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of 0.02); use bf16-mixed, or LoRA",  # noqa: E501
     "--lora.rank=2 --lora.quantize=nf4 --strategy=fsdp": "lora.quantize: nf4 does not work with strategy fsdp; use ddp",
     "--eval.stop=x": "eval.stop: expected list, got x",
     "--strategy=x": "strategy: expected auto or ddp or fsdp, got x",
-    "--eval.check=x": "eval.check: expected demo or null, got x",
     "--kto=x": "kto: no such setting",
     "--optim.lr": "optim.lr: expected one value, got none",
     "--optim.lr 1 2": "optim.lr: expected one value, got 1 2",
@@ -159,7 +148,6 @@ WRONG = {  # option -> what is said
     "--seed=20261125082155": "seed: expected less than 2^32, got 20261125082155",
     "--resume=auto": "resume: auto needs --out_dir, the run's own",
     "--micro_batch_size=4 --micro_batch_tokens=4": "micro_batch_size and micro_batch_tokens: give one, not both",
-    "--precision=64-true --strategy=fsdp": "precision: 64-true does not work with strategy fsdp; use ddp",
 }  # fmt: skip
 
 
@@ -184,26 +172,25 @@ def test_a_file_that_is_no_settings_is_refused(config, tmp_path):
     assert refused("--config", file) == f"config: {file}: {said}"
 
 
-def test_the_program_itself_exits_as_a_shell_expects(tmp_path):
-    code, out, err = Started(tmp_path, "kto", ["--kto.bta", "3"]).ended()
-    assert (code, out) == (2, "")
-    assert err == "error: kto.bta: no such setting; did you mean kto.beta?\n"
-
-
-def test_a_file_of_records_that_is_not_there_is_refused_before_the_model_is_looked_for(tmp_path):
-    argv = ["--model=no/model", f"--out_dir={tmp_path / 'run'}"]
-    code, _, err = Started(tmp_path, "kto", [*argv, "--data.train=demo/trian.jsonl"]).ended()
-    assert (code, err) == (2, "error: data.train: demo/trian.jsonl: no such file\n")
-    code, _, err = Started(tmp_path, "kto", [*argv, "--data.train=no/data.set"]).ended()
-    assert code == 2 and err.startswith("error: model: no/model: no such folder here"), err
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("--kto.bta 3", "kto.bta: no such setting; did you mean kto.beta?"),
+        # before the model is looked for
+        ("--model=no/model --data.train=demo/trian.jsonl", "data.train: demo/trian.jsonl: no such file"),
+        ("--model=no/model --data.train=no/data.set", "model: no/model: no such folder here"),
+    ],
+)  # fmt: skip
+def test_the_program_itself_exits_as_a_shell_expects(argv, said, tmp_path):
+    code, out, err = Started(tmp_path, "kto", argv.split()).ended()
+    assert (code, out) == (2, "") and err.startswith(f"error: {said}") and err.count("\n") == 1
 
 
 # ---- the manual, and every setting in use --------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["kto", "online"])
-def test_help_has_a_sentence_for_every_setting_inherited_ones_too(program, monkeypatch, capsys):
-    cls = importlib.import_module(program).Settings
+def test_help_has_a_sentence_for_every_setting_inherited_ones_too(monkeypatch, capsys):
+    cls = importlib.import_module("online").Settings
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as e:
         parse("--help", cls=cls)
@@ -217,16 +204,9 @@ def test_help_has_a_sentence_for_every_setting_inherited_ones_too(program, monke
 
 
 def test_every_setting_is_read_by_something():
-    read = set()
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
-        tree = ast.parse(file.read_text())
-        defs = [
-            f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and "validate" in f.name
-        ]
-        checks = {id(x) for f in defs for x in ast.walk(f)}
-        nodes = [x for x in ast.walk(tree) if isinstance(x, ast.Attribute) and id(x) not in checks]
-        read |= {x.attr for x in nodes if isinstance(x.ctx, ast.Load)}
-    assert {name for name in KINDS if name.split(".")[-1] not in read} == set()
+    files = {*ROOT.glob("*.py"), *ROOT.glob("*/*.py")} - set(ROOT.glob("tests/*.py"))
+    text = "".join(file.read_text() for file in files)
+    assert [name for name in KINDS if f".{name.split('.')[-1]}" not in text] == []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,23 +219,20 @@ class Nested:
     """More."""
 
 
-PROGRAMS = [f"{name}.Settings" for name in ("kto", "dpo", "spin", "online")]
-
-
-@pytest.mark.parametrize("program", [*PROGRAMS, "generate.Ask", "test_settings.Nested"])
-def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass(program, config):
+@pytest.mark.parametrize(
+    "program", ["kto.Settings", "spin.Settings", "generate.Ask", "test_settings.Nested"]
+)
+def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass(program):
     """jsonargparse gives subclasses. Fabric takes a number of GPUs only if its type is int itself."""
     module, name = program.split(".")
     cls = getattr(importlib.import_module(module), name)
-    argv = ["--many=[1, 2]", '--named={"a": 1}']
-    if name != "Nested":
-        argv = ["--model=m"] + ["--data.train=t"] * (name == "Settings")
-        for setting, kind in settings.flatten(cls).items():
-            choices = typing.get_args(kind) or (kind,)
-            if any(x.__module__ == "jsonargparse.typing" for x in choices if isinstance(x, type)):
-                argv.append(f"--{setting}=1")
-    parsed = parse_module.parse_command(cls, "", argv)
-    values = list(settings.flatten(parsed).values())
+    given = {"many": "[1, 2]", "named": '{"a": 1}', "model": "m", "data.train": "t"}
+    for setting, kind in settings.flatten(cls).items():
+        kinds = typing.get_args(kind) or (kind,)
+        if any(getattr(x, "__module__", "") == "jsonargparse.typing" for x in kinds):
+            given[setting] = given.get(setting, "1")
+    argv = [f"--{x}={value}" for x, value in given.items() if x in settings.flatten(cls)]
+    values = list(settings.flatten(parse_module.parse_command(cls, "", argv)).values())
     lists = [value for value in values if isinstance(value, list)]
     kinds = set(map(type, sum(lists, values)))
     assert {int, float} <= kinds <= {int, float, bool, str, list, type(None)}
@@ -339,8 +316,7 @@ def test_paths_become_absolute_and_ids_stay(tmp_path, monkeypatch):
 
 
 # YAML 1.1 reads each of these as a number, a boolean or a date
-TEXTS = """no on yes y True 0010 0o17 0x1F 08 1_000 2026_11_28 +1 .5 1e5 1.10 .inf .NaN 10:30 1:30:00 190:20:30.15
-    2026-01-31 2026-01-31T12:00:00Z""".split()
+TEXTS = """no True 0010 0x1F 2026_11_28 .5 1e5 .NaN 10:30 2026-01-31 2026-01-31T12:00:00Z""".split()
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "😀", "x\\y"])
@@ -363,12 +339,9 @@ def test_a_text_is_what_stands_in_the_file_or_on_the_command_line(text, config):
         ("kto", "seed", "0010", 10),
         ("kto", "seed", "10:30", None),
         ("kto", "optim.lr", "1e-5", 1e-5),
-        ("kto", "optim.lr", "012", 12.0),
         ("kto", "progress", "no", False),
         ("kto", "data.val", "", None),
-        ("kto", "data.val", "~", None),
         ("dpo", "dpo.gt_reward_scale", "-010", -10.0),
-        ("dpo", "dpo.gt_reward_scale", "10:30", None),
         ("dpo", "dpo.gt_reward_scale", ".nan", None),
         ("spin", "spin.beta", "[010, .2, 3]", [10.0, 0.2, 3.0]),
         ("spin", "spin.beta", "[0.1, 1:30, 0.2]", None),
