@@ -56,22 +56,15 @@ def show(tmp_path, monkeypatch, capsys):
     return show
 
 
-def test_the_test_split_is_in_the_table(show):
-    runs = [show.run(f"out/{seed}", "4,0.3,1,0.8,3\n", seed=seed) for seed in (1, 2)]
-    for folder, loss in zip(runs, (0.25, 0.35)):
-        (folder / "eval").mkdir()
-        rows = {"final": {"loss": loss, "auc": 1}, "best": {"loss": 0.2}}
-        (folder / "eval" / "test.json").write_text(json.dumps(rows))
-    lines = [" ".join(words) for words in show(*runs)]
-    assert "test/loss 0.3 (0.25 to 0.35)" in lines and "test/best/loss 0.2 (0.2 to 0.2)" in lines
-
-
 def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(show):
     runs = [
         show.run(f"out/{seed}", f"2,0.5,1,{share},\n4,{loss},{kl},,3\n", seed=seed)
         for seed, loss, share, kl in ((1, 0.30, 0.8, 0), (2, 0.32, 0.9, 1), (3, 0.3733, 0.7, 5))
     ]
     other = show.run("out/x", "4,0.7,0,0.4,0\n", kto={"beta": 0.3})
+    (other / "eval").mkdir()
+    tested = {"final": {"loss": 0.25, "auc": 1}, "best": {"loss": 0.2}}
+    (other / "eval" / "test.json").write_text(json.dumps(tested))
     lines = show(*runs, other)
     assert lines[:2] == [["0:", "kto.beta=0.1", "(n=3)"], ["1:", "kto.beta=0.3", "(n=1)"]]
     assert lines[3] == ["0", "1"]
@@ -84,13 +77,21 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
         "kl/clamped 0.25 (0.25 to 0.25) 0.25",
         "kl/own 3 (3 to 3) 0",
     ]
-    assert not lines[10]
+    tested = [" ".join(words) for words in lines[10:12]]
+    assert (
+        tested
+        == [
+            "test/loss nan (nan to nan) 0.25",
+            "test/best/loss nan (nan to nan) 0.2",
+        ]
+        and not lines[12]
+    )
 
 
 @pytest.mark.parametrize(
     "settings, names",
     [
-        ({"seed": 2, "micro_batch_size": 4, "logger": "wandb", "out_dir": "elsewhere"}, ["out/a"]),
+        ({"seed": 2, "micro_batch_size": 4, "logger": "wandb", "out_dir": "elsewhere"}, [""]),
         ({}, ["copy=0", "copy=1"]),
         ({"seed": 2, "lora": {"rank": 8}}, ["lora.rank=None", "lora.rank=8"]),
         ({"seed": 2, "finished": False}, ["ended=True", "ended=step-0"]),
@@ -106,21 +107,9 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
     ids="bookkeeping_and_speed same_seed null finished data.date optim records code codes".split(),
 )
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, settings, names):
-    lines = show(show.run("out/a"), show.run("out/b", **settings))
-    found = [words[1] for words in lines[: len(names)]]
-    assert all(line.endswith(name) for line, name in zip(found, names, strict=True)), found
-    assert not lines[len(names)]
-
-
-def test_no_mean_is_taken_over_unfinished_runs_that_have_come_to_different_steps(show):
-    rows = {"a": "2,0.5,1,,\n4,0.3,2,,\n", "b": "2,0.4,1,,\n", "c": "2,0.6,1,,\n"}
-    runs = [
-        show.run(f"out/{name}", val, finished=False, seed=seed)
-        for seed, (name, val) in enumerate(rows.items())
-    ]
-    lines = [" ".join(words) for words in show(*runs)]
-    assert lines[:2] == ["0: ended=step-4 (n=1)", "1: ended=step-2 (n=2)"]
-    assert "loss 0.3 0.5 (0.4 to 0.6)" in lines
+    folders = [show.run("out/a"), show.run("out/b", **settings)]
+    found = dict.fromkeys(report.group_names([report.read_run(folder) for folder in folders]))
+    assert all(group.endswith(name) for group, name in zip(found, names, strict=True)), found
 
 
 def test_the_settings_that_tell_two_groups_apart_are_shown_behind_long_paths(show):
@@ -138,37 +127,34 @@ def test_the_picture_has_a_colour_for_each_group_and_smooth_curves(show, monkeyp
     monkeypatch.setattr(
         report.Figure, "savefig", lambda *args: figures.append(args[0]) or savefig(*args)
     )
-    groups = [{"kto": {"beta": i}} for i in (0, 1, 2)] + [{"kto": {"beta": 0}, "seed": 2}]
+    groups = [{"kto": {"beta": 0}}, {"kto": {"beta": 1}}, {"kto": {"beta": 0}, "seed": 2}]
     runs = [show.run(f"out/{i}", "4,0.7,0,0.4,0\n", **group) for i, group in enumerate(groups)]
     show(*runs)
-    out = runs[0].parent
-    assert (out / "report.png").stat().st_size > 20_000
-    assert (out / "report.csv").read_text().count("\n") == 5
     kl = next(ax for ax in figures[0].axes if ax.get_title() == "kl")
     curves = [line for line in kl.lines if len(line.get_ydata()) == 4]
-    assert len(kl.lines) == 8 and len(curves) == 4 and len({x.get_color() for x in curves}) == 3
+    assert len(kl.lines) == 6 and len(curves) == 3 and len({x.get_color() for x in curves}) == 2
     weights = [(5 / 6) ** n for n in range(4)]
     expected = (3 * weights[0] + 2 * weights[1]) / sum(weights)
     assert curves[0].get_ydata()[-1] == pytest.approx(expected)
 
 
-def test_the_check_before_a_run_does_not_stand_for_one_of_its_trained_weights(show):
-    """A run that goes on: its answers are checked at step 0 and at the end alone."""
-    lines = show(show.run("out/a", "2,0.5,1,,\n4,0.3,2,,\n", finished=False))
-    assert ["before", "0.5"] in lines and ["loss", "0.3"] in lines
-    assert not {"checker_accuracy", "kl/own"} & {words[0] for words in lines if words}
-
-
-def test_a_folder_that_is_no_run_is_one_line(show, tmp_path):
+def test_runs_that_have_not_ended_and_a_folder_that_is_no_run(show, tmp_path):
+    rows = {"a": "2,0.5,1,,\n4,0.3,2,,\n", "b": "2,0.4,1,,\n", "c": "2,0.6,1,,\n"}
+    runs = [
+        show.run(f"out/{name}", val, finished=False, seed=seed)
+        for seed, (name, val) in enumerate(rows.items())
+    ]
+    (runs[0] / "metrics.csv").unlink()  # a run that failed before its first row
+    lines = [" ".join(words) for words in show(*runs)]
+    assert lines[:2] == ["0: ended=step-4 (n=1)", "1: ended=step-2 (n=2)"], "no mean over both"
+    assert "loss 0.3 0.5 (0.4 to 0.6)" in lines and "before 0.5 0.5 (0.5 to 0.5)" in lines
+    assert "kl/clamped nan 0.25 (0.25 to 0.25)" in lines
+    columns = {line.split(" ")[0] for line in lines}
+    assert not {"checker_accuracy", "kl/own"} & columns, (
+        "the check before a run is not one after it"
+    )
     with pytest.raises(BadInput, match="^/.*/settings.yaml: No such file or directory$"):
         show(tmp_path / "nothing")
-
-
-def test_a_run_that_ended_before_its_first_step_is_in_the_table(show):
-    failed = show.run("out/b", finished=False)
-    (failed / "metrics.csv").unlink()
-    lines = show(show.run("out/a", "4,0.7,0,0.4,0\n"), failed)
-    assert ["before", "0.5", "0.5"] in lines and ["kl/clamped", "0.25", "nan"] in lines
 
 
 @pytest.mark.parametrize("program", ["report", "sweep"])
