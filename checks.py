@@ -373,8 +373,7 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     micro = step.micro_batch(few).to(run.fabric.device)
     packed = micro.packed
     if run.objective.top_k:
-        packed_with_top_k = packed._replace(top_k=run.objective.top_k)
-        packed = packed.with_targets(loop.reference_forward(packed_with_top_k).targets)
+        packed = packed.with_targets(loop.reference_forward(packed).targets)
     scores = loop.forward(packed)
     agree = ""
     if run.objective.needs_reference and not run.cfg.reference:

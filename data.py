@@ -6,8 +6,8 @@ Reading order: the examples of a step (step_examples); mismatched pairs; Step; M
 split of a step (split_step). packing.py packs the tokens of a micro-batch. records/examples.py makes examples from
 the records of a file.
 
-Words of a split: a group is a list of examples with one prompt that stay together. A part has the indices of a
-micro-batch's examples. A micro-batch is a part with its packed tokens.
+Words of a split: a group is a list of examples with the same prompt that go into the same micro-batch. A part lists the
+examples of a micro-batch by their indices. A micro-batch is a part with its packed tokens.
 
 Shape letters: G examples of a step, over all ranks; B of a micro-batch; K completions of an example; n mismatched
 pairs of a step.
@@ -40,9 +40,9 @@ def step_examples(
 ) -> Iterator[list[Example]]:
     """Yield the G examples of each step, from step done + 1 to plan.end.
 
-    A step takes a slice of its epoch's order. The order depends on seed, epoch and examples only, so every rank draws
-    the same order, and a resume needs no sampler state. Examples at the end of an epoch that do not fill a step are
-    dropped."""
+    Each step takes the next slice of its epoch's order. The order depends only on the seed, the epoch and the examples.
+    Therefore every rank draws the same order, and a resume needs no sampler state. The examples at the end of an epoch
+    that do not fill a step are dropped."""
     order = None
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
@@ -66,13 +66,13 @@ def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int)
 
 
 def shuffled(n: int, epoch: int, seed: int) -> list[int]:
-    """The shuffled order of an epoch's n examples. It depends on the arguments only."""
+    """The numbers 0 ... n - 1 in the shuffled order of an epoch. It depends on the arguments only."""
     generator = torch.Generator().manual_seed(mixed(seed, epoch))
     return torch.randperm(n, generator=generator).tolist()
 
 
 def made_ahead(items: Iterator) -> Iterator:
-    """Yield the same items. A thread makes the next item while the caller works with the present one."""
+    """Yield the same items. A thread makes the next item while the caller works with the current one."""
     with ThreadPoolExecutor(1) as thread:
         upcoming = thread.submit(next, items, None)  # None at the end
         while (item := upcoming.result()) is not None:
@@ -85,16 +85,16 @@ def made_ahead(items: Iterator) -> Iterator:
 
 def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
     """For each example the completion of the next example, in circular order, that has another prompt and another
-    completion. None if there is no such example. Of a pair the chosen completion is taken.
+    completion. None if there is no such example. An example with two completions lends its chosen one.
 
-    A shift by one is not enough. Two ratings of one prompt often follow each other, and then the mismatched
-    completion could be the example's own one."""
+    A shift by one is not enough. Two ratings of the same prompt often follow each other. The next completion could then
+    be an answer to the example's own prompt."""
     prompts = [e.prompt_key for e in examples]
     completions = [e.completions[0].tobytes() for e in examples]
     G = len(examples)
     mismatched: list[np.ndarray | None] = [None] * G
     if len(set(prompts)) == 1 or len(set(completions)) == 1:
-        # The search below would find nothing, but compare every example with all others.
+        # The search below would find nothing, after comparing every example with all others.
         return mismatched
     for i in range(G):
         for distance in range(1, G):
@@ -107,29 +107,30 @@ def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | No
 
 # ---- a step and its micro-batches ---------------------------------------------------------------
 
-# the limit of a micro-batch if neither micro_batch_size nor micro_batch_tokens is set
+# the token limit of a micro-batch if neither micro_batch_size nor micro_batch_tokens is set
 DEFAULT_TOKENS = 16384
-CPU_ACTIVATIONS = 4e9  # bytes: the most that the activations of a micro-batch may take on a CPU
-# activations that are kept for the backward, roughly: for each token, layer and hidden unit
+CPU_ACTIVATIONS = 4e9  # bytes: on a CPU the activations of a micro-batch should not take more
+# roughly how many numbers the backward needs for each token, layer and hidden unit
 NUMBERS_KEPT = 20
 
 
 class Budget(NamedTuple):
-    """How a step is split into micro-batches. The split changes memory and speed, and numbers by rounding only."""
+    """How a step is split into micro-batches. The split changes memory and speed. It changes numbers by rounding
+    only."""
 
     rank: int = 0
     ranks: int = 1
     limit: int = DEFAULT_TOKENS
-    """The most tokens (or examples) of a micro-batch. A larger example is alone in its micro-batch."""
+    """The most tokens (or examples) of a micro-batch. An example above the limit gets a micro-batch of its own."""
     counts_tokens: bool = True
-    """True: the limit counts tokens. False: it counts examples."""
+    """True: the limit is in tokens. False: the limit is in examples."""
 
 
 ONE_RANK = Budget()
 
 
 def make_budget(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> Budget:
-    """The budget of this run. config: transformers' text config."""
+    """The budget of this run on this rank. config: transformers' text config."""
     limit = cfg.micro_batch_size or cfg.micro_batch_tokens
     if not limit and cfg.accelerator == "cpu":
         bytes_per_token = 4 * NUMBERS_KEPT * config.num_hidden_layers * config.hidden_size
@@ -144,13 +145,13 @@ def make_budget(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> B
 
 
 class Part(NamedTuple):
-    """The examples of a step that form a micro-batch."""
+    """Which examples of a step form a micro-batch."""
 
     indices: list[int]
     """Their indices in the step."""
     filler: bool = False
-    """True: it repeats examples of the step and counts nowhere. Fillers give every rank equally many micro-batches,
-    because the forward of a sharded model is a collective."""
+    """True: the part repeats examples of the step, and its results are discarded. Fillers give every rank equally many
+    micro-batches, because the forward of a sharded model is a collective."""
 
 
 class Step:
@@ -164,40 +165,40 @@ class Step:
         mismatched_completions: Sequence[np.ndarray | list[int] | None] | None = None,
         budget: Budget = ONE_RANK,
     ):
-        """mismatched_completions: for each example a list of token ids, or None if it has no pair. Without the
-        argument the step has no mismatched pairs. budget: by default one rank and DEFAULT_TOKENS."""
+        """mismatched_completions: for each example a list of token ids, or None if the example has no pair. Without
+        this argument the step has no mismatched pairs. The default of budget is one rank and DEFAULT_TOKENS."""
         self.examples = examples
         self.size = len(examples)  # G
         self.n_desirable = sum(e.label for e in examples)
         # (G,) True: desirable
         self.label = torch.tensor([e.label for e in examples])
-        # (G,) graded rewards; an example without one has 1 if it is desirable, otherwise 0
+        # (G,) graded rewards (see graded_reward)
         self.reward = torch.tensor([graded_reward(e) for e in examples])
-        # (G,) the weights of the records, by default 1. The loop multiplies the losses by them.
+        # (G,) the weights of the records, 1 by default. The loop multiplies each loss by its weight.
         self.weight = torch.tensor([e.weight for e in examples])
-        # (G,) the number of the example's prompt among the step's distinct prompts
+        # (G,) which of the step's distinct prompts the example has, counted from 0
         self.group = torch.empty(self.size, dtype=torch.long)
         for number, same_prompt in enumerate(prompt_groups([e.prompt for e in examples])):
             self.group[same_prompt] = number
-        # (n,) which examples have a mismatched pair. Indices, because a mask would make the host wait for a GPU.
+        # (n,) the indices of the examples that have a mismatched pair. A mask would make the host wait for a GPU.
         with_pair = [i for i, ids in enumerate(mismatched_completions or []) if ids is not None]
         self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
         # None: the step has no mismatched pairs
         self.mismatched_completions: list[np.ndarray] | None = None
         if mismatched_completions is not None:
-            # An example without a pair is scored with any completion, so that both batches have the same prompts.
-            # Objective.make_z never sees its log-ratio.
+            # An example without a pair gets any completion, because both packed batches must have the same prompts.
+            # z_of_step (trainer.py) leaves out the log-ratio of this completion.
             any_completion = examples[0].completions[0]
             self.mismatched_completions = [
                 any_completion if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        # Tokens of the longest completion of the step. It is L of all micro-batches, so that a sum over L rounds in
-        # the same way in every split.
+        # L, the tokens of the step's longest completion. All micro-batches have the same L, because a sum over L must
+        # round in the same way in every split.
         completions = [*chain(*(e.completions for e in examples))]
         completions += self.mismatched_completions or []
         self.longest = max(map(len, completions), default=0)
-        # the parts of this rank's micro-batches; every rank has equally many
+        # this rank's parts; every rank has equally many
         self.parts = split_step(examples, self.mismatched_completions, budget)
 
     def move_to(self, device: torch.device) -> None:
@@ -206,13 +207,13 @@ class Step:
             setattr(self, name, to_device(getattr(self, name), device))
 
     def zeros(self) -> torch.Tensor:
-        """(G,) zeros, which micro-batches fill with numbers of their examples (MicroBatch.put)."""
+        """(G,) zeros, into which micro-batches write the numbers of their examples (MicroBatch.put)."""
         return torch.zeros(self.size, dtype=torch.float64, device=self.label.device)
 
     def extra(self, name: str) -> torch.Tensor | list[str]:
-        """A field that the setting data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
+        """A field of the records that data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
         if not all(name in e.extra for e in self.examples):
-            raise BadInput(f"data.extra: {name}: the loss asks for it: --data.extra {name}")
+            raise BadInput(f"data.extra: {name}: the loss asks for this field: --data.extra {name}")
         values = [e.extra[name] for e in self.examples]
         if any(isinstance(value, str) for value in values):
             return values
@@ -235,11 +236,11 @@ class Step:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B examples of a step that go through the models together. A loss gets it with all tensors, except those of
-    `mismatched`, on the device of the log-probs."""
+    """B examples of a step that go through the models together, as a loss gets them. All tensors except those of
+    `mismatched` are on the device of the log-probs."""
 
     step: Step
-    """The whole step: take sums over examples from here."""
+    """The whole step. A loss takes sums over examples from here."""
     part: Part
     index_B: torch.Tensor
     """part.indices as a tensor."""
@@ -248,7 +249,8 @@ class MicroBatch:
     mismatched: PackedBatch | None
     """The same prompts with their mismatched completions, on the CPU. None if the step has no mismatched pairs."""
     outputs: torch.Tensor | None = None
-    """(B, K, L, ...) outputs of the objective's module, if it has one; 0 beyond the end of a completion."""
+    """(B, K, L, ...) outputs of the objective's module, with 0 beyond the end of a completion. None without a
+    module."""
 
     @property
     def examples(self) -> list[Example]:
@@ -261,7 +263,8 @@ class MicroBatch:
 
     @property
     def token_label(self) -> torch.Tensor:
-        """(B, L) 1 or -1 at the tokens of the parts of a completion that its record marks (`spans`), otherwise 0."""
+        """(B, L) 1 or -1 at tokens in a part of the completion that the record marks as good or bad (`spans`), 0 at all
+        other tokens."""
         label_BL = torch.zeros(len(self.examples), self.step.longest)
         for label_L, example in zip(label_BL, self.examples):
             label_L[: len(example.token_label)] = torch.as_tensor(example.token_label)
@@ -269,12 +272,13 @@ class MicroBatch:
 
     @property
     def reward(self) -> torch.Tensor:
-        """(B,) graded rewards, see Step."""
+        """(B,) graded rewards (see graded_reward)."""
         return self.step.reward[self.index_B]
 
     @property
     def group(self) -> torch.Tensor:
-        """(B,) numbers of the prompts, as in the step."""
+        """(B,) which of the step's distinct prompts the example has. Examples with the same number have the same
+        prompt."""
         return self.step.group[self.index_B]
 
     @property
@@ -283,14 +287,14 @@ class MicroBatch:
         return self.packed.length_BK
 
     def extra(self, name: str) -> torch.Tensor | list[str]:
-        """A field that the setting data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
+        """A field of the records that data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
         values = self.step.extra(name)
         if isinstance(values, list):
             return [values[i] for i in self.part.indices]
         return values[self.index_B]
 
     def put(self, x_B: torch.Tensor, x_G: torch.Tensor) -> None:
-        """Write numbers of these examples into those of the step. A filler writes nothing."""
+        """Write the numbers of these examples into x_G, which has those of the whole step. A filler writes nothing."""
         if not self.part.filler:
             x_G[self.index_B] = x_B.to(x_G.dtype)
 
@@ -301,7 +305,7 @@ class MicroBatch:
 
 
 def graded_reward(example: Example) -> float:
-    """The reward of the record. Without one: 1 for a desirable example, otherwise 0."""
+    """The reward of the record. A record without a reward has 1 if it is desirable, otherwise 0."""
     reward = example.rewards[0]  # of the only completion, or of the chosen one
     return float(example.label if reward is None else reward)
 
@@ -312,18 +316,19 @@ def graded_reward(example: Example) -> float:
 def split_step(
     examples: list[Example], mismatched_completions: list[np.ndarray] | None, budget: Budget
 ) -> list[Part]:
-    """The parts of this rank, in units of the budget: tokens or examples."""
+    """The parts of this rank. All sizes are in the unit of the budget: tokens or examples."""
     sizes = [1] * len(examples)  # of each example without its prompt
     if budget.counts_tokens:
         sizes = [sum(map(len, e.completions)) for e in examples]
-        # mismatched pairs are packed apart, and the larger batch must fit
+        # Own completions and mismatched completions are two packed batches. The larger one must fit.
         if mismatched_completions is not None:
             sizes = [max(size, len(ids)) for size, ids in zip(sizes, mismatched_completions)]
     groups = []
     group_sizes = []
     for same_prompt in prompt_groups([e.prompt for e in examples]):
         prompt_size = len(examples[same_prompt[0]].prompt) if budget.counts_tokens else 0
-        # Examples that do not fit into one micro-batch become several groups, and each group computes the prompt.
+        # Examples of one prompt that do not fit into one micro-batch become several groups. Each group computes the
+        # prompt again.
         for group in fill(same_prompt, sizes, budget.limit - prompt_size):
             groups.append(group)
             group_sizes.append(prompt_size + sum(sizes[i] for i in group))
@@ -331,9 +336,9 @@ def split_step(
 
 
 def split_groups(groups: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
-    """The parts of every rank. sizes: one for each group, in units of the budget.
+    """The parts of every rank. sizes: of the groups, in the unit of the budget.
 
-    Every rank gets about equally much work, and equally many parts: the missing ones are fillers."""
+    Every rank gets about equally much work, and exactly equally many parts. Fillers replace the missing ones."""
     parts_of_ranks = []
     keeps_order = not budget.counts_tokens  # a limit in examples keeps the order of the step
     for of_rank in balanced([1] * len(groups) if keeps_order else sizes, budget.ranks):
@@ -349,8 +354,8 @@ def split_groups(groups: list[list[int]], sizes: list[int], budget: Budget) -> l
 
 
 def balanced(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Which groups each rank gets. The largest group is dealt first, and each group goes to the rank with the least
-    work so far."""
+    """The groups of each rank. From the largest to the smallest, each group goes to the rank that has the least work so
+    far."""
     groups_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for g in sorted(range(len(sizes)), key=lambda g: -sizes[g]):
@@ -363,10 +368,10 @@ def balanced(sizes: list[int], ranks: int) -> list[list[int]]:
 def fill(
     items: Sequence[int], sizes: list[int], limit: int, keeps_order: bool = False
 ) -> list[list[int]]:
-    """Bin packing: put each item i, of size sizes[i], into the first bin with enough space, or into a new bin. An
-    item larger than the limit is alone in its bin. keeps_order: only the last bin or a new one."""
+    """First-fit bin packing. Each item i has the size sizes[i] and goes into the first bin with enough space, or into a
+    new bin. An item above the limit gets a bin of its own. keeps_order: try only the last bin, then a new one."""
     bins: list[list[int]] = []
-    spaces: list[int] = []  # what each bin can still take
+    spaces: list[int] = []  # the space left in each bin
     for i in items:
         first = max(0, len(bins) - 1) if keeps_order else 0
         j = next((j for j in range(first, len(bins)) if spaces[j] >= sizes[i]), len(bins))

@@ -318,7 +318,7 @@ def own_kl(loop: "Trainer", answered: list[Example]) -> float | None:
     sums = []
     for micro in loop.on_device(step):
         logps = loop.forward(micro.packed).logps
-        ref_logps = loop.reference_forward(micro.packed).logps
+        ref_logps = run.reference(micro.packed, by_token=run.objective.by_token).logps
         r_B = (logps - ref_logps).flatten(1).sum(1)  # (B, 1), or (B, 1, L) by token
         sums.append(r_B.double().sum() * (not micro.part.filler))
     return all_reduce(sum(sums)).item() / len(answered)

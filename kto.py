@@ -8,9 +8,9 @@ To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run the
 short file that passes the changed parts to `main`, as the files in examples/ do.
 
 The log-ratio of a completion, r = log policy - log reference, says how much more probable the completion has become.
-The loss compares r with z, an estimate of KL(policy || reference) in nats. z is the mean r of mismatched pairs: a
-prompt with the completion of another prompt. They cost no sampling. A KL divergence is never negative, but this
-estimate can be; it is then clamped to 0.
+The loss compares r with z, an estimate of KL(policy || reference) in nats. z is the mean r of the step's mismatched
+pairs. A mismatched pair is a prompt with the completion of another prompt, so no text has to be sampled. A KL
+divergence is never negative, but this estimate can be; it is then clamped to 0.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py. objective.py
 has the other methods that an algorithm may override, such as make_z and after_step.
@@ -18,8 +18,8 @@ has the other methods that an algorithm may override, such as make_z and after_s
 Differences from the paper and from other implementations:
 - z is one number for all examples of an optimizer step, made from all micro-batches and devices.
 - A mismatched pair never has a completion of its own prompt.
-- Before the first step a few examples are scored. Every r of an example's own completion must be exactly 0, unless
-  --reference names another model.
+- Before the first step the run scores a few examples. The r of every example's own completion must be exactly 0,
+  unless --reference names another model.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
@@ -55,8 +55,8 @@ class KTOSettings(PreferenceSettings):
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of a thumbs down (lambda_U)."""
     balance: bool = False
-    """Set both weights from data.train, so that its thumbs up and its thumbs down count equally, as the KTO paper
-    advises. settings.yaml has the numbers."""
+    """Set both weights so that the thumbs up and the thumbs down of data.train count equally, as the KTO paper advises.
+    settings.yaml shows the two weights."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Settings(RunSettings):
 def kto_loss(
     logratio_B: torch.Tensor, z_B: torch.Tensor, desirable_B: torch.Tensor, args: KTOSettings
 ) -> torch.Tensor:
-    """The loss of the paper, lambda_y - v(x, y), for each example. It tends to 0 as the log-ratio moves to the right
-    side of z (above it for thumbs up, below it for thumbs down), and to lambda_y as the log-ratio moves to the wrong
-    side.
+    """The loss of the paper, lambda_y - v(x, y), for each example. lambda_y is the weight of the example's label. The
+    loss tends to 0 as the log-ratio moves to the right side of z (above for thumbs up, below for thumbs down). It tends
+    to lambda_y as the log-ratio moves to the wrong side.
 
     logratio_B and z_B are in nats. z_B has no gradient. desirable_B is bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
@@ -78,12 +78,12 @@ def kto_loss(
 
 
 class KTO(Objective):
-    """The objective of rated completions. z is made by Objective.make_z from the mismatched pairs."""
+    """The objective of rated completions. Objective.make_z computes z from the mismatched pairs."""
 
     def __init__(self, args: KTOSettings):
         self.args = args
 
-    # cached_property, so that an attribute of a subclass or of an instance takes its place
+    # cached_property, because a subclass or an instance may replace it by a plain attribute
 
     @cached_property
     def average_logps(self) -> bool:
@@ -91,11 +91,11 @@ class KTO(Objective):
 
     @cached_property
     def needs_mismatched_pairs(self) -> bool:
-        """apo_zero_unpaired is the same loss with z = 0, because make_z returns 0 without pairs."""
+        """apo_zero_unpaired is the same loss with z = 0. Without pairs make_z returns 0."""
         return self.args.loss == "kto"
 
     def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
-        """With kto.balance the weights come from the ratings."""
+        """If kto.balance is set, compute both weights from the ratings."""
         if not self.args.balance:
             return cfg
         given_weights = (self.args.desirable_weight, self.args.undesirable_weight)
@@ -155,12 +155,13 @@ class KTO(Objective):
             "rewards/std": reward_G.std().item() if len(reward_G) > 1 else None,
             "logps/chosen": mean(logp_G[desirable_G]),
             "logps/rejected": mean(logp_G[~desirable_G]),
-            # share of examples with r > 0 for thumbs up and r < 0 for thumbs down; and the same relative to z
+            # the share of examples with r on the right side of 0: above for thumbs up, below for thumbs down
             "accuracy": share_above_0(sign_G * logratio_G),
+            # and on the right side of z
             "accuracy/about_z": share_above_0(sign_G * (logratio_G - z.z_G)),
             "auc": auc(logratio_G, desirable_G) if has_both else None,
         }
-        inputs = ("logratio", "logp", "desirable")  # used above, not logged themselves
+        inputs = ("logratio", "logp", "desirable")  # used above, but not logged
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
         if chosen is None:  # without a desirable example there is no mean over the desirable ones
             means.pop("sft_loss", None)
@@ -168,7 +169,7 @@ class KTO(Objective):
 
 
 def z_columns(z: Z) -> dict:
-    """z, and the log-ratios of the mismatched pairs that it is made of."""
+    """The columns about z and the mismatched pairs."""
     r_n = z.mismatched_logratio_n
     n = len(r_n)
     kl = z.z_G.double().mean().item()
@@ -181,9 +182,9 @@ def z_columns(z: Z) -> dict:
 
 
 def auc(x: torch.Tensor, is_high: torch.Tensor) -> float:
-    """The probability that a number of x that is marked high is above one that is not. A tie counts one half.
+    """The probability that a random number of x with is_high exceeds a random number without it. A tie counts one half.
 
-    Both tensors are 1-D. At least one number must be marked, and one not."""
+    Both tensors are 1-D. x must have numbers of both kinds."""
     high = x[is_high]
     low = x[~is_high].sort().values
     n_below = torch.searchsorted(low, high)  # for each of `high`
@@ -209,7 +210,7 @@ def main(
     checker        judges a list of sampled answers (evaluation.Checker)
     optimizer      a function like infra.optimizer.make_optimizer
     make_records   turns a raw record of the user's file into a list of our records"""
-    # Without --model and --config this is config/demo.yaml. --help begins with the docstring of the objective's file.
+    # Without --model and --config the settings come from config/demo.yaml.
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
     with trainer(run) as loop:  # closes the run, also after an error or a signal

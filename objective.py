@@ -24,12 +24,11 @@ from records.examples import Example
 
 
 class Z(NamedTuple):
-    """z, which the log-ratios of a step's examples are compared with, and the log-ratios that it is made of. Both
-    tensors are equal on all ranks."""
+    """The z of a step, and the log-ratios from which it was computed. Both tensors are the same on all ranks."""
 
     z_G: torch.Tensor
-    """(G,) z of each example, in nats. All numbers are equal unless `Objective.make_z` returns several. kto.py logs
-    their mean as `kl`, which is its name in other libraries."""
+    """(G,) z of each example, in nats. The numbers are all equal unless `Objective.make_z` returns one per example.
+    kto.py logs their mean as `kl`, the name that other libraries use."""
     mismatched_logratio_n: torch.Tensor
     """(n,) the log-ratios of the mismatched pairs, in nats."""
 
@@ -37,8 +36,8 @@ class Z(NamedTuple):
 class Objective:
     """An algorithm. Only `loss` must be defined.
 
-    Set the six attributes in the class or in __init__. They must not change during a fit, because the thread that
-    packs the next step reads them too."""
+    Set the six attributes in the class or in __init__. They must not change during a fit, because a second thread
+    reads them while it packs the next step."""
 
     record_kind = "rated"
     """The kind of records that it learns from: rated, paired, demonstrations or prompts."""
@@ -49,14 +48,14 @@ class Objective:
     by_token = False
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     top_k = 0
-    """k: log-probs are (B, K, L, 1 + k), of the answer's token and of the k tokens that the reference finds most
-    probable at its place. Needs by_token and a reference; mismatched pairs cannot have them."""
+    """If k > 0, log-probs are (B, K, L, 1 + k): of the completion's own token, then of the k tokens that are most
+    probable under the reference at this position. This needs by_token and a reference, and no mismatched pairs."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
     def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
-        """Returns the settings, with those filled in that depend on data.train. Called once, on every rank, before
-        anything is loaded. settings.yaml has the result."""
+        """Fill in settings that depend on data.train, and return all settings. Called once, on every rank, before the
+        models are loaded. The result is written to settings.yaml."""
         return cfg
 
     def loss(
@@ -73,9 +72,10 @@ class Objective:
         (B,) z of each example. The loop multiplies each loss by the weight of its record; the product is also the
         column `loss`. Validation calls this method too.
 
-        A micro-batch is any part of the step, so a loss must not mix its examples. Take sums over the step from
-        batch.step. The start check catches most violations: it computes the losses of a few examples in one
-        micro-batch and again one by one, and compares them."""
+        A step may be split into micro-batches in any way. Therefore the loss of an example must not depend on the other
+        examples of its micro-batch. Take sums over the whole step from batch.step. The start check catches most
+        violations: it computes the losses of a few examples in one micro-batch and again one by one, and compares
+        them."""
         raise NotImplementedError
 
     def reduce_tokens(
@@ -91,37 +91,38 @@ class Objective:
     def mismatched_completions(
         self, examples: list[Example]
     ) -> Sequence[np.ndarray | list[int] | None]:
-        """A list with the token ids of a completion for each example. The completion and the example's prompt are a
-        mismatched pair. None: the example has no pair. Called only with needs_mismatched_pairs.
+        """For each example the token ids of a completion that forms a mismatched pair with the example's prompt, or
+        None if the example has no pair. Called only if needs_mismatched_pairs is True.
 
         The default takes the completion of the next example that has another prompt and another completion. It runs
         one step ahead, in the packing thread.
 
         An override runs in the main thread at the start of its step, so it may use the policy (under no_grad) and
-        state that after_step has changed. All ranks use the result of rank 0. It is also called for validation, for
-        the test split and in the start check. If reference_cache is set, it is called for every step before training
-        begins and again in each step, so it must return the same completions both times."""
+        state that after_step has changed. All ranks use the result of rank 0. The override is also called for
+        validation, for the test split and in the start check. With reference_cache it is called twice for every step:
+        before training begins, and in the step. Both calls must return the same completions."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
-        """A row of metrics.csv or val.csv; None is an empty cell. columns: float64, of all G examples, on the CPU."""
+        """A row of metrics.csv or val.csv: {name: number, or None for an empty cell}. columns: {name: (G,) float64}, of
+        all examples of the step, on the CPU."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> torch.Tensor:
-        """The log-ratio r = log pi - log ref in nats. Loss, z and rewards are made of log-ratios. All tensors have
-        the same shape, such as (B, K)."""
+        """The log-ratio r = log policy - log reference, in nats. Loss, z and rewards are computed from log-ratios. All
+        tensors have the same shape, such as (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / length_BK if self.average_logps else r
 
     def make_z(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
-        """z of a step from the log-ratios (n,) of its mismatched pairs: their mean, which estimates a KL divergence,
-        clamped to at least 0. The mean is clamped, not each log-ratio, because that would make z too large.
+        """z of a step, from the log-ratios (n,) of its mismatched pairs. The default is their mean, clamped to at least
+        0, as an estimate of a KL divergence. To clamp each log-ratio would make z too large.
 
-        Returns one number, or (G,): one for each example. Pair i belongs to example step.mismatched_index[i]. n may
-        be 0, and is 0 without needs_mismatched_pairs. Validation calls this method too, so it must not change
-        state."""
+        Returns one number, or (G,) with a number for each example. Pair i belongs to example step.mismatched_index[i].
+        n may be 0; it always is if needs_mismatched_pairs is False. Validation calls this method too, so the method
+        must not change state."""
         z = logratio_n.mean() if len(logratio_n) else logratio_n.new_zeros(())
         return z.clamp(min=0)
 
@@ -129,25 +130,27 @@ class Objective:
         """Update state that the objective keeps from step to step. Called once per training step, after `metrics` and
         before the weights change, never in validation.
 
-        The columns cover all G examples, are on the CPU and are equal on all ranks. step.examples[i].number
+        The columns cover all G examples. They are on the CPU and the same on all ranks. step.examples[i].number
         identifies an example in every epoch."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
-        """A module of the algorithm. It gets the policy's hidden states (T, width), one for each token of the
-        completions, and returns (T, ...). The loss gets the outputs as batch.outputs (B, K, L, ...). The hidden state
-        of a token is the one that predicts it, so it has seen the prompt and the tokens before.
+        """A module of your own on the policy's hidden states, such as a value head. Its input is (T, width): one
+        hidden state per token of the completions, the one from which this token is predicted. So the state has seen
+        the prompt and the tokens before. Its output is (T, ...). The loss gets the outputs as batch.outputs
+        (B, K, L, ...).
 
-        The module becomes a part of the policy. It is trained by the same optimizer, sharded, saved and resumed. It is
-        not exported. The loss should use its outputs only, because its parameters are sharded outside of a forward."""
+        The module becomes a part of the policy: it is trained by the same optimizer, sharded, saved and resumed. It is
+        not exported. The loss may use the outputs, but not the parameters, because these are sharded outside of a
+        forward."""
         return None
 
     def state_dict(self) -> dict:
-        """{attribute: value} for a checkpoint. A value is a number, a text or a list of these (float(x), x.tolist()).
-        A resume sets these attributes, and no others."""
+        """The attributes that a checkpoint saves and a resume sets, as {attribute: value}. A value is a number, a text
+        or a list of these, so convert tensors by float(x) or x.tolist()."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Set the attributes that state_dict has named."""
+        """Set the attributes that state_dict returned."""
         vars(self).update(state)
 
     @classmethod
@@ -165,7 +168,7 @@ def mean(x: torch.Tensor) -> float | None:
 
 
 def share_above_0(x: torch.Tensor) -> float | None:
-    """The share of the numbers that are above 0; a 0 counts one half."""
+    """The share of numbers above 0. A 0 counts one half."""
     return mean((x > 0).double() + 0.5 * (x == 0))
 
 
@@ -193,8 +196,8 @@ class PreferenceSettings:
     """The settings that kto.py and dpo.py share."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the pull back to the reference; a larger one keeps the policy closer."""
+    """Strength of the pull back to the reference. A larger beta keeps the policy closer to it."""
     average_logps: bool = False
-    """Divide log-ratios, in z too, and the log-likelihood of sft_loss_weight by the number of tokens."""
+    """Divide each log-ratio by the number of its tokens, also in z and in the term of sft_loss_weight."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the desirable (chosen) completions."""

@@ -26,7 +26,6 @@ from objective import Objective
 from records.examples import Example, class_weights
 from rollout import (
     RolloutSettings,
-    gap_text,
     iteration_plan,
     iterations,
     policy_answers,
@@ -128,7 +127,7 @@ def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> 
     if len(rated) < n:
         share += f" of {len(rated):,} that are rated"
     counts = f"{n:,} examples, {right:,} right ({share}), {cut:,} cut"
-    say(f"iteration {i}: {counts}, {tokens:,} tokens{gap_text(run)}")
+    say(f"iteration {i}: {counts}, {tokens:,} tokens")
     rows = []
     for answer, example in zip(answers[:4], examples):
         rating = "up" if example.label else "down"

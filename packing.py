@@ -1,4 +1,4 @@
-"""Prompts and their completions as one row of tokens, without padding.
+"""Pack prompts and their completions into one row of tokens, without padding.
 
 Reading order: the example in `pack`; PackedBatch, which the models read; then the parts of `pack`.
 
@@ -8,13 +8,13 @@ Shape letters, also of attention.py and model.py:
     K  completions of an example
     U  distinct prompts of a micro-batch, at most B
     N  packed input tokens of a micro-batch
-    P  those of the N that belong to prompts
-    M  those of the N that belong to completions; at least 1 (see PackedBatch.completion_M)
-    T  targets: tokens that are predicted and scored
+    P  the input tokens of prompts
+    M  the input tokens of completions; at least 1 (see PackedBatch.completion_M)
+    T  targets: the tokens of all completions, which are predicted and scored
     L  tokens of the longest completion
-    I  gathered keys of attention
+    I  keys of all sequences, one sequence after the other
     J  the B * K sequences, each a prompt with one completion, in the order of packing
-    S  = B * K + 1, offsets of the sequences, and the end of the last one
+    S  = B * K + 1: the offsets of the sequences, and the end of the last one
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ from infra.devices import to_device
 
 
 def prompt_groups(prompts: Iterable[np.ndarray]) -> list[list[int]]:
-    """The indices of equal prompts, for each distinct prompt in the order of its first appearance."""
+    """For each distinct prompt the list of its indices. The distinct prompts are in the order of first appearance."""
     groups: dict[bytes, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt.tobytes(), []).append(i)
@@ -38,70 +38,72 @@ class PackedBatch(NamedTuple):
     """U prompts, each followed by the completions of all its examples, in one row of N input tokens. `pack` has an
     example.
 
-    The positions of a completion continue those of its prompt. Its tokens see the prompt and themselves, and no other
-    completion. Its last token is no input, because nothing follows it.
+    The positions of a completion continue the positions of its prompt. The tokens of a completion attend to the prompt
+    and to the completion itself, but not to other completions. The last token of a completion is not an input, because
+    nothing follows it.
 
-    A sequence is a prompt with one of its completions. In flash attention its keys are the prompt and the completion.
-    Its queries are the completion, and in the first sequence of a prompt also the prompt. The last query sees all
-    keys, the query before it all keys but the last, and so on ("bottom-right causal"). If the keys and values of the
-    prompts were computed before (attention.PromptCache), the queries are the completions only.
+    A sequence is a prompt with one of its completions. In flash attention the keys of a sequence are the prompt and the
+    completion. Its queries are the completion. The first sequence of a prompt also has the prompt as queries. The last
+    query sees all keys, the query before it all keys but the last, and so on ("bottom-right causal"). If the keys and
+    values of the prompts were computed before (attention.PromptCache), the queries are the completions only.
 
-    Index tensors are int64, as torch wants them. The three tensors (..., S) are int32, as flash attention wants them.
+    Index tensors are int64, as torch requires. The three tensors (..., S) are int32, as flash attention requires.
     """
 
     token_N: torch.Tensor
     position_N: torch.Tensor
-    # which of the U prompts the token belongs to, itself or by its completion
+    # the token's prompt, 0 ... U - 1; for a token of a completion, the prompt of the completion
     prompt_N: torch.Tensor
-    # 0: the token belongs to the prompt itself; k: to completion number k of the prompt, counted from 1
+    # 0 for a token of a prompt; k for a token of the prompt's completion number k, counted from 1
     branch_N: torch.Tensor
-    # the input token at which the target is predicted
+    # the index of the input token that predicts the target
     source_T: torch.Tensor
-    # the token id to predict
+    # the target's token id
     target_T: torch.Tensor
-    # the sequence that contains the target
+    # the index of the sequence that contains the target
     sequence_T: torch.Tensor
-    # tokens of a completion
+    # the number of tokens of each completion
     length_BK: torch.Tensor
-    # which of the J sequences it is
+    # the index of the completion's sequence
     sequence_BK: torch.Tensor
-    # which of the T targets is the first token of the completion
+    # the index of the completion's first target
     first_target_BK: torch.Tensor
-    # which of the N tokens belong to prompts
+    # the indices of the input tokens of prompts
     prompt_P: torch.Tensor
-    # Which of the N tokens belong to completions. If all completions have one token, none of them is an input. Then
-    # this is token 0, because the layers need at least one query.
+    # The indices of the input tokens of completions. If every completion has one token, there are none. Then this is
+    # token 0, because the layers need at least one query.
     completion_M: torch.Tensor
-    # which of the N tokens are keys, one sequence after the other; 0 ... N - 1 if no prompt is shared
+    # the indices of the input tokens that are keys, one sequence after the other; 0 ... N - 1 if no prompt is shared
     key_I: torch.Tensor
-    # In the backward the gradients of a token's copies as a key are added up. key_order_I sorts the copies by token.
-    # key_order_start_N, (N + 1,), says where the copies of each token begin.
+    # A token of a shared prompt is in key_I several times. The backward adds up the gradients of its copies.
+    # key_order_I sorts the copies by token. key_order_start_N, (N + 1,), has the offset of each token's copies.
     key_order_I: torch.Tensor
     key_order_start_N: torch.Tensor
-    # offsets of the sequences' queries (torch's cu_seq_q), of their queries if only completions are queries, and of
-    # their keys (cu_seq_k)
+    # the offset of each sequence's queries (torch's cu_seq_q)
     query_start_S: torch.Tensor
+    # the same if only completions are queries
     completion_query_start_S: torch.Tensor
+    # the offset of each sequence's keys (torch's cu_seq_k)
     key_start_S: torch.Tensor
-    # (U,) for each prompt: its input tokens, and those of each of its completions
+    # for each of the U prompts: the number of its input tokens, then the numbers of each of its completions
     segment_sizes: tuple[tuple[int, ...], ...]
     # (B,) the token ids of each example: its prompt and its K completions
     ids: list[tuple[np.ndarray, tuple[np.ndarray, ...]]]
-    # the most keys of a sequence; no sequence has more queries than keys
+    # the number of keys of the longest sequence; no sequence has more queries than keys
     max_keys: int
-    # L: tokens of the longest completion of the step
+    # L: the number of tokens of the step's longest completion
     longest: int
-    # k: the model also returns the log-probs of its k most probable tokens at each target. 0: none.
+    # If k > 0, the model also returns the log-probs of its k most probable tokens at each target.
     top_k: int = 0
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prompt has several completions. Its keys are then in several sequences."""
+        """Whether a prompt has several completions. The keys of this prompt are then in several sequences."""
         return len(self.key_I) > len(self.token_N)
 
     @property
     def token_0_stands_in(self) -> bool:
-        """Whether completion_M is only token 0, because no completion has an input."""
+        """Whether no completion has an input token, so that completion_M is token 0."""
         return len(self.prompt_P) == len(self.token_N)
 
     def to(self, device: torch.device) -> "PackedBatch":
@@ -114,14 +116,14 @@ class PackedBatch(NamedTuple):
         return self._replace(**tensors)
 
     def with_targets(self, target: torch.Tensor | None) -> "PackedBatch":
-        """This batch with other targets: (T,), or (T, n) if n tokens are scored at each place. None: its own."""
+        """This batch with other targets: (T,), or (T, n) to score n tokens at each position. None keeps its own."""
         return self if target is None else self._replace(target_T=target)
 
     def sums(self, x_T: torch.Tensor) -> torch.Tensor:
-        """(B, K) sums of numbers of the targets, over each completion."""
+        """(B, K) sums over the tokens of each completion. x_T: a number for each target."""
         sums = x_T.new_zeros(self.length_BK.numel())
         if x_T.is_cuda:
-            # On a GPU index_add adds in any order, so the last bits could differ between two passes. index_put
+            # On a GPU index_add has no fixed order of addition, so two passes could differ in the last bits. index_put
             # sorts first. On a CPU it is the reverse: index_add has a fixed order, and index_put has none.
             sums = sums.index_put((self.sequence_T,), x_T, accumulate=True)
         else:
@@ -129,7 +131,7 @@ class PackedBatch(NamedTuple):
         return sums[self.sequence_BK]
 
     def tokens_of_completions(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Numbers of the targets (T, ...) as (B, K, L, ...), with 0 beyond the end of a completion."""
+        """Rearrange x_T, (T, ...), to (B, K, L, ...), with 0 beyond the end of a completion."""
         offset_L = torch.arange(self.longest, device=x_T.device)
         is_token = offset_L < self.length_BK[..., None]
         target_BKL = torch.where(is_token, self.first_target_BK[..., None] + offset_L, 0)
@@ -145,11 +147,11 @@ def pack(
 ) -> PackedBatch:
     """Pack B prompts and their completions. Equal prompts are packed once. The result is on the CPU.
 
-    prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty. longest: tokens of the
-    longest completion of the step (default: of these completions).
+    prompts: B arrays of token ids. completions: B tuples of K arrays. No array is empty. longest: the number of tokens
+    of the step's longest completion (default: the longest of these completions).
 
-    An example with two prompts and three completions (K = 1). Examples 0 and 2 have the prompt 10 11 12. Their
-    completions are 20 21 and 22 23 24. Example 1 has the prompt 13 and the completion 30 31.
+    Here is a batch of B = 3 examples with U = 2 distinct prompts and K = 1. Examples 0 and 2 have the prompt 10 11 12.
+    Their completions are 20 21 and 22 23 24. Example 1 has the prompt 13 and the completion 30 31.
 
                      prompt 0   its completions   prompt 1   its completion
         token_N      10 11 12   20     22 23      13         30
@@ -159,12 +161,12 @@ def pack(
 
                      sequence 0   sequence 1     sequence 2
         target_T     20 21        22 23 24       30 31
-        source_T      2  3         2  4  5        6  7       places in the row
-        key_I        0 1 2 3      0 1 2 4 5      6 7         places in the row
+        source_T      2  3         2  4  5        6  7       indices of input tokens
+        key_I        0 1 2 3      0 1 2 4 5      6 7         indices of input tokens
         queries      0 1 2 3      4 5            6 7         so query_start_S is 0 4 6 8
     """
-    # All work is done by numpy. This function runs in another thread than training, and there torch would start a
-    # second set of OpenMP threads. They would spin between operations, on the cores that the training step needs.
+    # All work is done by numpy. This function runs in another thread than training. There torch would start a second
+    # set of OpenMP threads, which would spin between operations on the cores that the training step needs.
     sequences = lay_out(prompts, completions)
     arrays = {
         **row_of(sequences),
@@ -183,21 +185,21 @@ def pack(
 class PackedSequence(NamedTuple):
     """A prompt with one of its completions. Places are indices of the N input tokens."""
 
-    u: int  # which of the prompts
-    branch: int  # which of the prompt's completions, counted from 1
-    b: int  # which of the examples
-    k: int  # which of the example's completions
+    u: int  # number of the prompt
+    branch: int  # number of the completion among those of the prompt, counted from 1
+    b: int  # number of the example
+    k: int  # number of the completion among those of the example
     prompt: np.ndarray
     completion: np.ndarray
-    # of the prompt and of the completion without its last token, which is no input
+    # places of the prompt and of the completion, without the completion's last token, which is not an input
     place: np.ndarray
-    completion_place: np.ndarray  # of the completion alone
+    completion_place: np.ndarray  # places of the completion alone
 
 
 def lay_out(
     prompts: Sequence[np.ndarray], completions: Sequence[tuple[np.ndarray, ...]]
 ) -> list[PackedSequence]:
-    """Place each distinct prompt, followed by the completions of all examples that have it."""
+    """Place each distinct prompt, followed by the completions of all examples that have this prompt."""
     sequences = []
     end = 0  # the length of the row so far
     for u, group in enumerate(prompt_groups(prompts)):
@@ -215,10 +217,10 @@ def lay_out(
 
 
 def row_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
-    """The N input tokens: their ids, their positions, and the prompt or completion that each belongs to."""
+    """The fields about the N input tokens."""
     N = max(s.place[-1] for s in sequences) + 1
     token_N, position_N, prompt_N, branch_N = np.zeros((4, N), np.int64)
-    for s in sequences:  # all sequences of a prompt write the same numbers for the prompt
+    for s in sequences:  # the sequences of a prompt write the same numbers for the prompt
         token_N[s.place] = np.append(s.prompt, s.completion[:-1])
         position_N[s.place] = np.arange(len(s.place))
         prompt_N[s.place] = s.u
@@ -237,13 +239,13 @@ def row_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
 
 
 def targets_of(sequences: list[PackedSequence], B: int, K: int) -> dict[str, np.ndarray]:
-    """The T tokens to predict, with the input token that predicts each, and the sequence that each belongs to."""
+    """The fields about the T targets and the B * K completions."""
     sequence_BK = np.empty((B, K), np.int64)
     for j, s in enumerate(sequences):
         sequence_BK[s.b, s.k] = j
     length_J = np.array([len(s.completion) for s in sequences], np.int64)
     first_target_J = np.cumsum(length_J) - length_J
-    # The last token of the prompt predicts the first target, and each input of the completion predicts the next one.
+    # The prompt's last token predicts the first target. Each input token of the completion predicts the next target.
     sources = [s.place[-len(s.completion) :] for s in sequences]
     return dict(
         target_T=np.concatenate([s.completion for s in sequences]).astype(np.int64),
@@ -256,7 +258,7 @@ def targets_of(sequences: list[PackedSequence], B: int, K: int) -> dict[str, np.
 
 
 def attention_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
-    """The queries and keys of each sequence (see PackedBatch)."""
+    """The fields about the queries and keys of each sequence (see PackedBatch)."""
     n_keys_J = np.array([len(s.place) for s in sequences])
     n_completion_J = np.array([len(s.completion_place) for s in sequences])
     n_queries_J = np.where([s.branch == 1 for s in sequences], n_keys_J, n_completion_J)
@@ -274,7 +276,7 @@ def attention_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
 
 
 def sizes_by_prompt(sequences: list[PackedSequence]) -> tuple[tuple[int, ...], ...]:
-    """The sizes of each prompt and of its completions, in input tokens."""
+    """PackedBatch.segment_sizes."""
     sizes: list[list[int]] = []
     for s in sequences:
         if s.branch == 1:
@@ -284,5 +286,6 @@ def sizes_by_prompt(sequences: list[PackedSequence]) -> tuple[tuple[int, ...], .
 
 
 def starts(sizes: np.ndarray) -> np.ndarray:
-    """The offset of each sequence, and the end of the last one, as int32 for flash attention."""
+    """The offset of each sequence and the end of the last one, as int32 for flash attention. sizes: of the
+    sequences."""
     return np.append(0, np.cumsum(sizes)).astype(np.int32)

@@ -1,22 +1,22 @@
 """Shared by SPIN and online KTO: iterations, and the policy's answers and their ratings on the disk.
 
-Answers come from our own sampler, or from an engine that is given in code, main(rollout=engine): a
+Answers come from our own sampler, or from an engine that is given in code, main(rollout=engine). An engine is a
 function
 
     engine(folder, prompts, sampling, max_new_tokens, seed) -> completions
 
-that answers prompts (lists of token ids) with the Hugging Face model in `folder`, the policy as it is
-now. A completion is a list of token ids, with its EOS if it came to one; the folder's generation_config.json
-names all of these (eos_token_id). The engine is called once for each rollout_batch_size prompts; each iteration has a
-new folder, because some engines cache the contents of a path. Token ids that the model does not have, and answers
-beyond its context, are refused before they are written.
+that answers prompts (lists of token ids) with the Hugging Face model in `folder`, the current policy. A completion is a
+list of token ids. It ends in an EOS unless it was cut. The folder's generation_config.json lists all tokens that count
+as EOS (eos_token_id). The engine is called once for each rollout_batch_size prompts. Each iteration has a new folder,
+because some engines cache the contents of a path. Token ids that the model does not have, and answers beyond its
+context, are refused before they are written.
 
-An engine that runs elsewhere may still have the last iteration's weights, or another tokenizer. If it gives the
-log-probs of its answers, too (WithLogps), the run compares them with the policy's and refuses such answers.
+An engine that runs elsewhere may still have the weights of the last iteration, or another tokenizer. If the engine also
+gives the log-probs of its answers (WithLogps), the run compares them with the policy's and refuses such answers.
 
-iterations/answers-N.jsonl has a record of each answer (records/answer.py) and is written again after each rollout
-batch, so a resume finds whole batches. iterations/rated-N.jsonl has these records with their labels, which kto.py
-reads, and the examples that the iteration learns from.
+iterations/answers-N.jsonl has a record of each answer (records/answer.py). The file is written again after each rollout
+batch, so a resume finds whole batches. iterations/rated-N.jsonl has these records with their labels, which kto.py can
+read, and the examples that the iteration learns from.
 """
 
 import math
@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,8 @@ class RolloutSettings(Sampling):
     depend on this setting, so another value gives other answers. Set batch_size to save memory."""
 
 
-COMPARED = 64  # answers of a rollout batch, or a few more: to compare all would take as long as to rate them
+# Of a rollout batch 64 to 127 answers are compared with an engine's log-probs. More would cost too much time.
+COMPARED = 64
 
 LOST = (
     "missing, or not what this iteration learns from: continue in the run's own folder, or copy this file "
@@ -66,8 +68,8 @@ LOST = (
 
 
 def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
-    """Raise BadInput for settings that do not go with iterations, or with a reference that is the policy as an
-    iteration begins."""
+    """Raise BadInput for settings that do not go with iterations. moving_reference: whether the policy becomes the
+    reference when an iteration begins."""
     if cfg.reference_cache:
         raise BadInput("reference_cache: the answers are not known before the run")
     if not moving_reference:
@@ -78,8 +80,8 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
 
 
 def iterations(run: "Run", sizes: list[int], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
-    """(i, plan) of each iteration that is not done yet, i from 1. sizes: how many examples each iteration is expected
-    to have. If moving_reference, the policy becomes its own reference when an iteration begins. Raises BadInput."""
+    """(i, plan) of each iteration that is not done yet, i from 1. sizes: the expected number of examples of each
+    iteration. If moving_reference, the policy becomes its own reference when an iteration begins. Raises BadInput."""
     state = run.state
     check_iterations(run.cfg, sizes)
     for i in range(1, len(sizes) + 1):
@@ -93,8 +95,8 @@ def iterations(run: "Run", sizes: list[int], moving_reference: bool) -> Iterator
 
 
 def iteration_plan(run: "Run", sizes: list[int], i: int) -> Plan:
-    """The plan of iteration i. Iterations that were rated have as many examples as `rate` made; the next ones are
-    expected to have as many as the last one, and at least one step."""
+    """The plan of iteration i. An iteration that was rated has as many examples as `rate` made. Each later iteration is
+    expected to have as many as the last rated one, and at least one step."""
     known = run.state.iteration_sizes
     if known:
         later = max(known[-1], run.cfg.batch_size)
@@ -113,8 +115,8 @@ class WithLogps(NamedTuple):
     """The log-prob in nats of each token of each answer, at temperature 1 without top_p, even if the answer was sampled
     with other settings."""
     max_gap: float = 0.1
-    """How far they may be from the policy's: the mean absolute difference, in nats a token. Rounding alone gave
-    1e-5 in float32, and up to 0.07 where one side was in bfloat16 (benchmarks/RESULTS.md)."""
+    """How far the log-probs may be from the policy's: the mean absolute difference, in nats per token. Rounding alone
+    gave 1e-5 in float32, and up to 0.07 if one side was in bfloat16 (benchmarks/RESULTS.md)."""
 
 
 def iteration_file(run: "Run", name: str, i: int) -> Path:
@@ -122,10 +124,10 @@ def iteration_file(run: "Run", name: str, i: int) -> Path:
 
 
 def export_policy(run: "Run") -> Path:
-    """The policy as it is now, as a Hugging Face folder of this iteration, which an engine loads. The last
-    iteration's is removed. A collective."""
+    """Write the current policy as a Hugging Face folder of this iteration, for an engine. The folder of the last
+    iteration is removed. A collective."""
     folder = run.folder / "iterations"
-    # Engines cache the contents of a path, so other weights need another name, also after a restart in this folder.
+    # Engines cache the contents of a path. So other weights need another name, also after a new start in this folder.
     name = f"policy-{run.state.iteration}-{run.state.started_from[:8]}"
     model = run.policy.module
     generation = run.tokenizer.generation_config(model.embedding.num_embeddings)
@@ -150,14 +152,13 @@ def policy_answers(
 ) -> list[list[int]]:
     """The policy's answers to the prompts of `examples` in iteration i, as token ids. Sets run.engine_gap.
 
-    They are written after each rollout batch. A resume takes the batches that a killed process has
-    written, if policy, prompts and sampling are the same. Raises BadInput; Failed if the engine's log-probs are too
-    far from the policy's; and Interrupted after a signal.
+    The answers are written after each rollout batch. A resume takes the batches that a killed process has written if
+    policy, prompts and sampling are the same. Raises BadInput, Failed, and Interrupted after a signal.
     """
     file = iteration_file(run, "answers", i)
     size = args.rollout_batch_size
     new = args.max_new_tokens or run.cfg.data.max_completion
-    # all inputs of the answers, up to rounding
+    # all inputs that the answers depend on, except by rounding
     sampling = replace(args, batch_size=1)
     causes = (run.state.started_from, run.cfg.seed, run.rollout is None, new, sampling)
     key = examples_hash({repr(causes): examples})[:16]
@@ -174,17 +175,17 @@ def policy_answers(
             batch = examples[start : start + size]
             prompts = [e.prompt for e in batch]
             seed = mixed(run.cfg.seed * 1009 + i, start)
+            gap = None
             if run.rollout:
                 check_stop()
                 questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
-                fresh, gaps = engine_answers(run, batch, questions, start, longest)
+                fresh, gap = engine_answers(run, batch, questions, start, longest)
                 advance(len(prompts))
             else:
-                gaps = [None] * len(batch)
                 fresh = generate(
                     run.fabric, run.policy, prompts, run.tokenizer, args, new, seed, check_stop
                 )
-            for example, ids, gap in zip(batch, fresh, gaps):
+            for example, ids in zip(batch, fresh):
                 answer = answer_fields(*read_answer(run.tokenizer, ids, args.stop))
                 row = example.asked | answer | {"key": key, "ids": ids}
                 if gap is not None:
@@ -193,17 +194,18 @@ def policy_answers(
             text += as_lines(rows[start:])
             if run.fabric.global_rank == 0:
                 write_whole(file, text)
-    answers = [row["ids"] for row in rows]
-    run.engine_gap = mean_gap([row.get("gap") for row in rows], answers)
-    return answers
+    gaps = [row["gap"] for row in rows if "gap" in row]
+    run.engine_gap = sum(gaps) / len(gaps) if gaps else None
+    return [row["ids"] for row in rows]
 
 
 def engine_answers(
     run: "Run", batch: list[Example], questions: tuple, first: int, longest: int
-) -> tuple[list[list[int]], list[float | None]]:
-    """The engine's answers to a batch of prompts, and what engine_gaps says of them; None for each answer if the engine
-    gives no log-probs. questions: the engine's arguments. first: the number of the first answer. longest: tokens of the
-    iteration's longest prompt. A collective. Raises BadInput, Failed."""
+) -> tuple[list[list[int]], float | None]:
+    """The engine's answers to a batch of prompts, and how far its log-probs are from the policy's (engine_gap), or None
+    if the engine gives no log-probs. questions: the engine's arguments. first: the number of the first answer. longest:
+    tokens of the iteration's longest prompt. A collective. Raises BadInput, and Failed if the log-probs are too far
+    from the policy's."""
 
     def ask_engine() -> WithLogps:
         with user_code("rollout"):
@@ -214,10 +216,14 @@ def engine_answers(
     for j, (example, ids) in enumerate(zip(batch, answers), first):
         check_scorable(run, f"rollout: answer {j}", example.prompt, (ids,), longest)
     if not logps:
-        return answers, [None] * len(batch)
-    gaps = engine_gaps(run, batch, answers, logps)
-    check_gap(gaps, answers, max_gap)
-    return answers, gaps
+        return answers, None
+    gap = engine_gap(run, batch, answers, logps)
+    if not gap <= max_gap:  # also if the gap is not a number
+        raise Failed(
+            f"rollout: the engine answers with other weights, another tokenizer or template: its log-probs are "
+            f"{gap:.3g} nats a token off the policy's, and at most {max_gap:g} are allowed"
+        )
+    return answers, gap
 
 
 def read_engine(given: Any, n: int) -> WithLogps:
@@ -238,63 +244,35 @@ def read_engine(given: Any, n: int) -> WithLogps:
 
 
 @torch.no_grad()
-def engine_gaps(
+def engine_gap(
     run: "Run", examples: list[Example], answers: list[list[int]], logps: list[list[float]]
-) -> list[float | None]:
-    """How far an engine's log-probs are from the policy's: for each answer the mean absolute difference, in nats a
-    token; None for those that are not compared. A collective."""
+) -> float:
+    """The mean absolute difference of an engine's log-probs from the policy's, in nats per token, over some of the
+    answers (COMPARED). A collective."""
     numbers = range(0, len(answers), max(1, len(answers) // COMPARED))
     answered = [
         examples[j]._replace(completions=(np.array(answers[j], np.int32),)) for j in numbers
     ]
     step = Step(answered, budget=run.budget)
     step.move_to(run.fabric.device)
-    gap_G = step.zeros()
-    for part in step.parts:
-        micro = step.micro_batch(part).to(run.fabric.device)
+    gap_G = step.zeros()  # the sum over each answer's tokens
+    for micro in step:
+        micro = micro.to(run.fabric.device)
         logps_BL = run.policy(micro.packed, by_token=True).logps[:, 0].double()
         theirs_BL = torch.zeros_like(logps_BL)
-        for row, number in enumerate(part.indices):
+        for row, number in enumerate(micro.part.indices):
             of_answer = logps[numbers[number]]
             theirs_BL[row, : len(of_answer)] = theirs_BL.new_tensor(of_answer)
-        micro.put((logps_BL - theirs_BL).abs().sum(1) / micro.length[:, 0], gap_G)
-    gaps = [None] * len(answers)
-    for number, gap in zip(numbers, all_reduce(gap_G).tolist()):
-        gaps[number] = gap
-    return gaps
-
-
-def mean_gap(gaps: list[float | None], answers: list[list[int]]) -> float | None:
-    """The mean over tokens of the means over each answer's tokens; None if no answer was compared."""
-    compared = [(gap, len(ids)) for gap, ids in zip(gaps, answers) if gap is not None]
-    if not compared:
-        return None
-    return sum(gap * n for gap, n in compared) / sum(n for _, n in compared)
-
-
-def check_gap(gaps: list[float | None], answers: list[list[int]], max_gap: float) -> None:
-    """Raise Failed if an engine's log-probs are too far from the policy's."""
-    gap = mean_gap(gaps, answers)
-    if gap <= max_gap:  # not a number is refused, too
-        return
-    raise Failed(
-        f"rollout: the engine answers with other weights, another tokenizer or template: its log-probs are "
-        f"{gap:.3g} nats a token off the policy's, and at most {max_gap:g} are allowed"
-    )
-
-
-def gap_text(run: "Run") -> str:
-    """run.engine_gap, for the line of an iteration."""
-    if run.engine_gap is None:
-        return ""
-    return f", engine off by {run.engine_gap:.1g} nats a token"
+        micro.put((logps_BL - theirs_BL).abs().sum(1), gap_G)
+    return all_reduce(gap_G).sum().item() / sum(len(answers[j]) for j in numbers)
 
 
 def check_scorable(
     run: "Run", where: str, prompt: Sequence[int], completions: Sequence, longest_prompt: int
 ) -> None:
-    """Refuse answers that the model cannot compute: token ids that it does not have, or more tokens than its context.
-    If the objective has mismatched pairs, a completion is also scored with the longest prompt. Raises BadInput."""
+    """Refuse answers that the model cannot compute: token ids that the model does not have, or more tokens than its
+    context. If the objective has mismatched pairs, a completion may be scored after the longest prompt. Raises
+    BadInput."""
     module = run.policy.module
     n_ids = module.embedding.num_embeddings
     context = module.max_seq_length
@@ -303,13 +281,10 @@ def check_scorable(
         completions and all(map(len, texts)),
         f"{where}: expected a prompt and a completion, with tokens",
     )
-    for ids in texts:
-        low = min(ids)
-        high = max(ids)
-        refuse_unless(
-            0 <= low and high < n_ids,
-            f"{where}: token ids from {low} to {high}, but the model has 0 to {n_ids - 1}",
-        )
+    unknown = [int(i) for i in chain(*texts) if not 0 <= i < n_ids]
+    refuse_unless(
+        not unknown, f"{where}: token ids {unknown[:5]}, but the model has 0 to {n_ids - 1}"
+    )
     before = longest_prompt if run.objective.needs_mismatched_pairs else len(prompt)
     longest = max(map(len, completions))
     refuse_unless(
@@ -319,20 +294,18 @@ def check_scorable(
 
 
 def check_rated(run: "Run", examples: list) -> None:
-    """Refuse examples of a fork's `rate` that no step can learn from, before they are written."""
+    """Refuse what a fork's `rate` has made if no step can learn from it, before it is written. Raises BadInput."""
     for j, example in enumerate(examples):
         where = f"rate: example {j}"
-        refuse_unless(
-            isinstance(example, Example), f"{where}: expected an Example, got {example!r:.60}"
-        )
+        is_example = isinstance(example, Example)
+        refuse_unless(is_example, f"{where}: expected an Example, got {example!r:.60}")
         expected = "expected True or False; a graded rating belongs into rewards"
         is_label = isinstance(example.label, bool | np.bool_)
         refuse_unless(is_label, f"{where}: label: {expected}, got {example.label!r}")
-        numbers = [("weight", example.weight)]
-        numbers += [("rewards", x) for x in example.rewards if x is not None]
-        for name, x in numbers:
-            is_finite = isinstance(x, int | float) and math.isfinite(x)
-            refuse_unless(is_finite, f"{where}: {name}: expected a finite number, got {x!r}")
+        numbers = [x for x in (example.weight, *example.rewards) if x is not None]
+        are_finite = all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
+        expected = "weight and rewards: expected finite numbers"
+        refuse_unless(are_finite, f"{where}: {expected}, got {numbers}")
     longest = max((len(e.prompt) for e in examples), default=0)
     for j, e in enumerate(examples):
         check_scorable(run, f"rate: example {j}", e.prompt, e.completions, longest)
@@ -359,14 +332,14 @@ def rated_examples(
 ) -> list[Example]:
     """The examples, any number of them, that rate(run, prompts, answers) makes of the answers of iteration i.
 
-    Rank 0 calls rate, once an iteration, and writes the examples to the folder of the answers. All ranks learn from
-    that file, and so does a resume in the middle of the iteration: ratings need not be the same twice.
-    stop: the stop texts of the answers. Raises BadInput.
+    Rank 0 calls `rate` once per iteration and writes the examples to the folder of the answers. All ranks learn from
+    this file. A resume in the middle of the iteration also learns from the file, because `rate` may give other ratings
+    if it is called again. stop: the stop texts of the answers. Raises BadInput.
     """
     file = iteration_file(run, "rated", i)
 
     def read_or_rate() -> tuple[list[dict], dict]:
-        if run.state.step == plan.begin:  # later the file counts: rate may answer otherwise now
+        if run.state.step == plan.begin:
             with user_code("rate"):
                 examples = list(rate(run, prompts, answers))
             check_rated(run, examples)

@@ -30,7 +30,6 @@ from records.examples import Example
 from rollout import (
     LOST,
     RolloutSettings,
-    gap_text,
     iteration_file,
     iterations,
     policy_answers,
@@ -134,7 +133,7 @@ def make_pairs(run: Run, i: int, answers: list[list[int]], mix: float) -> list[E
 
 def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
     """Print the iteration's counts and a few of its pairs."""
-    say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs{gap_text(run)}")
+    say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs")
     rows = []
     for example in pairs[:4]:
         cells = (example.prompt, *example.completions)

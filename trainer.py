@@ -6,8 +6,8 @@ Reading order: Trainer.fit; train_step; gradient, with its two orders; the parts
 a run are in evaluation.py.
 
 The split of a step over micro-batches, devices and shards changes the loss, z and the gradient by rounding only (LoRA
-dropout aside). There are two reasons: z is made once for the whole step, and every loss is divided by G, the number
-of examples of the whole step.
+dropout aside). There are two reasons. z is computed once for the whole step. Every loss is divided by G, the number of
+examples of the whole step.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
@@ -37,7 +37,6 @@ from reference import precompute
 from run import Run
 
 Columns = dict[str, torch.Tensor]  # column -> (B,) numbers of a micro-batch, or (G,) of a step
-LOOP_COLUMNS = ("entropy", "scored_tokens")  # of the loop: the objective does not see them
 
 
 class Trainer:
@@ -45,7 +44,7 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        self.is_first_step = True  # of this process: the first step says more
+        self.is_first_step = True  # the first step of this process prints more
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
     def __enter__(self) -> "Trainer":
@@ -55,12 +54,11 @@ class Trainer:
         return self.run.end(error)
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
-        """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ends the run before its last
+        """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ended the run before its last
         step. A signal during a validation raises Interrupted instead.
 
-        By default the examples are data.train, and the plan is that of the whole run: its steps, and how many are an
-        epoch (infra/optimizer.py). A fit of spin.py or online.py is one iteration of several. A second fit must be
-        given a plan."""
+        By default the examples are data.train, and the plan has all steps of the run (class Plan in
+        infra/optimizer.py). spin.py and online.py call `fit` once per iteration, with the plan of the iteration."""
         run = self.run
         assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
@@ -86,32 +84,33 @@ class Trainer:
         return True
 
     def train_step(self, step: Step, micro_batches: list[MicroBatch], plan: Plan) -> None:
-        """Make an optimizer step, and write its row of metrics.csv if one is due."""
+        """Make one optimizer step, and write its row of metrics.csv if a row is due."""
         run = self.run
         began = time.perf_counter()
         run.state.step += 1
         step_number = run.state.step
         row_is_due = is_due(step_number, run.cfg.log_interval, plan)
-        seed_for_forks(run.fabric, run.cfg.seed, step_number)  # for code of the user's that draws
+        seed_for_forks(run.fabric, run.cfg.seed, step_number)  # user code may draw random numbers
         run.policy.train()  # everywhere else the policy is in eval mode
         with self.progress(f"step {step_number}", step):
             columns, z = self.gradient(step, micro_batches, entropy=row_is_due)
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
-        # one copy to the CPU, because each makes the host wait for the device
+        # one copy to the CPU for all of them, because the host waits for the device at each copy
         columns, z = on_cpu(columns | {"grad_norm": grad_norm}, z)
         grad_norm = columns.pop("grad_norm").item()
-        run.stop.agree(run.fabric.device)  # a collective, cheap here because the device is idle
+        # A collective: a signal to one rank stops all ranks. It is cheap here, because the device is idle.
+        run.stop.agree(run.fabric.device)
         checks.check_finite(step, columns["loss"], z, grad_norm, step_number)
-        loop_columns = {name: columns.pop(name) for name in LOOP_COLUMNS if name in columns}
+        entropy_G = columns.pop("entropy", None)  # a column of the loop, not of the objective
         row = self.metrics_row(columns, z) if row_is_due else {}
         with user_code("after_step"):
             run.objective.after_step(step, columns, z)
         lr = self.optimizer_step(plan)
-        # On a GPU the optimizer may still be at work. The next step waits and counts this time.
+        # On a GPU the optimizer may still be at work. Its time then counts in the next step.
         seconds = time.perf_counter() - began
         if row_is_due:
-            own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, loop_columns, plan)
+            own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, entropy_G, plan)
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
@@ -119,12 +118,14 @@ class Trainer:
             say(
                 f"step {step_number}: {peak_memory(run.fabric.device):.1f} GB of memory at its peak"
             )
-            checks.check_state_dict(run.objective)  # now, not hours later at the first checkpoint
+            # now, because the first checkpoint may come hours later
+            checks.check_state_dict(run.objective)
         self.is_first_step = False
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """The steps to come, with this rank's packed micro-batches. A thread packs the next step while a step runs.
-        It does not if the objective overrides `mismatched_completions`, because these may depend on the last step."""
+        """The remaining steps, each with this rank's packed micro-batches. A thread packs the next step while a step
+        runs. If the objective overrides `mismatched_completions`, no step is packed ahead, because the completions may
+        depend on the step before."""
         run = self.run
         steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
         packed = ((step, list(step)) for step in steps)
@@ -137,18 +138,20 @@ class Trainer:
     def gradient(
         self, step: Step, micro_batches: list[MicroBatch], entropy: bool = False
     ) -> tuple[Columns, Z]:
-        """Add the gradient of a step to the policy's. Returns the columns of all G examples, and z, the same on all
-        ranks. entropy: whether to compute the column `entropy`.
+        """Add the gradient of a step to the `grad` of the policy's weights. Returns the columns of all G examples, and
+        z. Both are the same on all ranks. entropy: whether to compute the column `entropy`.
 
-        The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z comes
-        first, in a pass without gradient (z_first). If each rank has one micro-batch and the step has mismatched
-        pairs, the policy's forward can come before z (policy_forward_first). Then the mismatched pairs reuse the
-        prompts of that forward, which saves a pass over the prompts. With several micro-batches the activations of
-        all of them would have to be kept until z is known.
+        The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z usually comes
+        first, in a pass without gradient (z_first).
+
+        A step with mismatched pairs and one micro-batch per rank takes another order (policy_forward_first). There the
+        policy's forward comes before z, and the mismatched pairs reuse the prompts that this forward has computed. That
+        saves a pass over the prompts. With several micro-batches it would not pay: the activations of all of them would
+        have to stay in memory until z is known.
 
         Both orders give the same numbers up to rounding (dropout aside)."""
         step.move_to(self.run.fabric.device)
-        # all ranks take the same order, because all have equally many micro-batches
+        # all ranks take the same order, because they have equally many micro-batches
         if len(micro_batches) == 1 and step.mismatched_completions is not None:
             return self.policy_forward_first(step, micro_batches[0], entropy)
         return self.z_first(step, micro_batches, entropy)
@@ -165,7 +168,7 @@ class Trainer:
         columns_G: Columns = {}
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.gradient_sync(is_last=i == len(step.parts) - 1):
-                # with top_k the policy also scores the tokens that the reference chose
+                # with top_k the policy also scores the reference's most probable tokens
                 packed = micro.packed.with_targets(all_ref_scores[i].targets)
                 scores = self.forward(packed, entropy=entropy)
                 self.loss_and_backward(micro, scores, all_ref_scores[i].logps, z, columns_G)
@@ -174,9 +177,11 @@ class Trainer:
     def policy_forward_first(
         self, step: Step, micro: MicroBatch, entropy: bool
     ) -> tuple[Columns, Z]:
-        """The forward of the only micro-batch, z from its prompts, then loss and backward.
+        """The policy's forward of the only micro-batch, then z, which reuses the prompts of the forward, then loss and
+        backward.
 
-        The forwards in between do not disturb DDP and FSDP2, because they have no gradient."""
+        Between the policy's forward and its backward there are other forwards. They do not disturb DDP and FSDP2,
+        because they have no gradient."""
         micro = micro.to(self.run.fabric.device)
         scores = self.forward(micro.packed, keeps_prompts=True, entropy=entropy)
         advance(step.size // self.run.fabric.world_size)
@@ -189,14 +194,14 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, step: Step) -> tuple[Columns, Z]:
-        """The same as `gradient`, without a gradient. The step may be a whole validation split, so both passes pack
-        its micro-batches one by one."""
+        """The same columns and z as `gradient`, but no gradient. The step may be a whole validation split, which does
+        not fit into memory at once. Therefore each of the two passes packs its micro-batches one by one."""
         step.move_to(self.run.fabric.device)
         return self.z_first(step, step)
 
     def score_examples(self, examples: list[Example], title: str = "scoring") -> tuple[Columns, Z]:
-        """Score all these examples as one step, with one z, so that the numbers depend on neither batch size nor
-        ranks, up to rounding. Returns columns and z of all ranks, on the CPU. A collective."""
+        """Score all these examples as one step with one z. Therefore the numbers do not depend on batch_size or on the
+        number of ranks, up to rounding. Returns the columns of all examples, and z, on the CPU. A collective."""
         step = self.make_step(examples)
         with self.progress(title, step):
             return on_cpu(*self.score(step))
@@ -211,19 +216,17 @@ class Trainer:
         prompts: PromptCache | None = None,
     ) -> Scores:
         """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the scores of the
-        reference, and writes the log-ratios of the pairs, in nats. prompts: those of the policy's forward, if it came
-        before.
+        reference. Writes the log-ratios of the pairs, in nats, into mismatched_logratio_G. prompts: those of the
+        policy's forward, if this forward came first.
 
         In a training step the policy is in train mode, so LoRA dropout also affects z.
 
-        Equal models give r == 0 exactly if both models compute the prompt in the same forward, or both read it from a
-        cache. That is so for all own completions, and for mismatched ones in policy_forward_first. In z_first the
-        reference reads the prompts of mismatched pairs from a cache and the policy does not, so r is 0 up to
-        rounding."""
+        Before the first update r is exactly 0 for all own completions, and in policy_forward_first also for the
+        mismatched pairs. In z_first the r of a mismatched pair is 0 up to rounding only: the reference reads the prompt
+        from a cache, and the policy computes the prompt again."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
-        packed = micro.packed._replace(top_k=objective.top_k)
-        ref_scores = self.reference_forward(packed, keeps_prompts=has_pairs)
+        ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
         if has_pairs:
             packed = micro.mismatched.to(self.run.fabric.device)
             logps = self.forward(packed, prompts).logps
@@ -236,13 +239,14 @@ class Trainer:
 
     @torch.no_grad()
     def z_of_step(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Z:
-        """z from the log-ratios of the mismatched pairs of all ranks."""
-        # entries of other ranks are 0, so an all-reduce (sum) assembles the full tensor
+        """z from the log-ratios of the mismatched pairs of all ranks. mismatched_logratio_G: those of this rank, and 0
+        for the examples of other ranks."""
+        # so an all-reduce (sum) assembles the full tensor
         all_reduce(mismatched_logratio_G)
         mismatched_logratio_n = mismatched_logratio_G[step.mismatched_index]
         with user_code("make_z"):
             z = self.run.objective.make_z(mismatched_logratio_n, step)
-        # in the type of the losses
+        # in the dtype of the losses
         z = torch.as_tensor(z, device=step.label.device, dtype=torch.get_default_dtype())
         checks.check_z(z, step)
         return Z(z.expand(step.size), mismatched_logratio_n)
@@ -254,27 +258,30 @@ class Trainer:
         keeps_prompts: bool = False,
         entropy: bool = False,
     ) -> Scores:
-        """The policy's log-probs of a packed batch, with gradient in training: see model.Packed.forward. Used for the
-        loss, for z, in validation and in the start check."""
+        """The policy's log-probs of a packed batch, with gradient in training (see model.Packed.forward). All scores of
+        the policy come from here: for the loss, for z, in validation and in the start check."""
         by_token = self.run.objective.by_token
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
     def reference_forward(
         self, packed: PackedBatch, prompts: PromptCache | None = None, keeps_prompts: bool = False
     ) -> Scores:
-        """The reference's log-probs of a packed batch, or None if the objective needs no reference."""
+        """The reference's log-probs of a packed batch, with those of its top_k most probable tokens if the objective
+        asks for them. logps is None if the objective needs no reference."""
         objective = self.run.objective
         if not objective.needs_reference:
             return Scores(logps=None)
+        packed = packed._replace(top_k=objective.top_k)
         options = dict(keeps_prompts=keeps_prompts, by_token=objective.by_token)
         return self.run.reference(packed, prompts=prompts, **options)
 
     @torch.no_grad()
     def score_under(self, micro: MicroBatch, prompts: list[np.ndarray]) -> torch.Tensor:
-        """The policy's log-probs, without gradient, of the micro-batch's completions after other prompts: (B, K), or
-        (B, K, L) by token. For a fork's micro_batch_loss. prompts: token ids, one array for each example.
+        """The policy's log-probs of the micro-batch's completions after other prompts, without gradient: (B, K), or
+        (B, K, L) by token. prompts: token ids, one array for each example.
 
-        Call it for fillers too, because the forward of a sharded model is a collective."""
+        For a fork's micro_batch_loss. Call it for fillers too, because the forward of a sharded model is a
+        collective."""
         completions = [example.completions for example in micro.examples]
         packed = pack(prompts, completions, micro.step.longest)
         return self.forward(packed.to(self.run.fabric.device)).logps
@@ -287,8 +294,7 @@ class Trainer:
         z: Z,
         columns_G: Columns,
     ) -> None:
-        """The loss of a micro-batch, and its share of the step's gradient. Writes its columns into those of the
-        step."""
+        """Add the gradient of a micro-batch to the step's gradient, and write its columns into columns_G."""
         loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, z.z_G)
         if torch.is_grad_enabled():
             # DDP and FSDP2 average gradients over ranks, so multiply by their number. The backward of a sharded model
@@ -308,7 +314,8 @@ class Trainer:
         ref_logps: torch.Tensor | None,
         z_G: torch.Tensor,
     ) -> tuple[torch.Tensor, Columns]:
-        """The weighted losses (B,) of a micro-batch, and its columns. ref_logps: of the examples' own completions."""
+        """The losses (B,) of a micro-batch, multiplied by the weights of the records, and its columns. ref_logps: the
+        reference's log-probs of the own completions."""
         objective = self.run.objective
         batch = replace(micro, outputs=scores.outputs)
         with user_code("loss"):
@@ -318,23 +325,24 @@ class Trainer:
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
         if scores.entropy is not None:
-            tokens_B = micro.length.sum(1)
-            columns["entropy"] = scores.entropy.sum(1) / tokens_B
-            columns["scored_tokens"] = tokens_B
+            columns["entropy"] = scores.entropy.sum(1) / micro.length.sum(1)
         columns = join_columns(columns, own_columns)
         return loss_B, {name: x.detach().double() for name, x in columns.items()}
 
     def gradient_sync(self, is_last: bool) -> AbstractContextManager:
-        """A context for the forward and backward of a micro-batch. Ranks average their gradients in the last
-        micro-batch. FSDP2 averages in each one, because otherwise every rank would hold the whole gradient."""
+        """A context for the forward and backward of a micro-batch. DDP averages gradients over ranks in the last
+        micro-batch only. FSDP2 does so in every micro-batch, because otherwise every rank would hold the whole
+        gradient."""
         if is_last or self.run.cfg.strategy == "fsdp":
             return nullcontext()
         return self.run.fabric.no_backward_sync(self.run.policy)
 
     def columns_of_all_ranks(self, columns_G: Columns) -> Columns:
-        """Sum the columns over ranks. On each rank the examples of the other ranks are 0."""
+        """The columns of all examples of the step: on each rank the examples of the other ranks are 0, so this is a sum
+        over ranks."""
         run = self.run
-        # Rank 0 gives the order. One broadcast for each kind of step, because it makes the host wait.
+        # All ranks take rank 0's order of the columns. It is broadcast once for each kind of step, because a broadcast
+        # makes the host wait.
         kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
@@ -348,12 +356,13 @@ class Trainer:
 
     def metrics_row(self, columns: Columns, z: Z) -> dict[str, float | None]:
         """A row of the objective's metrics. All tensors are on the CPU. Raises BadInput and Failed."""
-        copies = {name: x.clone() for name, x in columns.items()}  # metrics may change them
+        # copies, because metrics may change its arguments in place
+        copies = {name: x.clone() for name, x in columns.items()}
         with user_code("metrics"):
             return checks.check_row(self.run.objective.metrics(copies, z))
 
     def optimizer_step(self, plan: Plan) -> float:
-        """Update the weights with the learning rate of this step, and clear the gradient. Returns the rate."""
+        """Update the weights with the learning rate of this step, and clear the gradient. Returns the learning rate."""
         run = self.run
         lr = lr_at(run.state.step, plan, run.cfg.optim)
         for group in run.optimizer.param_groups:
@@ -362,24 +371,25 @@ class Trainer:
         run.optimizer.zero_grad()
         return lr
 
-    def loop_row(self, step: Step, loop_columns: Columns, plan: Plan) -> dict[str, float | None]:
+    def loop_row(self, step: Step, entropy_G: torch.Tensor, plan: Plan) -> dict[str, float | None]:
         """The loop's own columns of metrics.csv."""
         run = self.run
-        # the column has a mean over the tokens of each example: weighted by tokens it is the mean over all tokens
-        entropy = np.average(loop_columns["entropy"], weights=loop_columns["scored_tokens"])
+        # entropy_G has means per example. Weighted by token counts they give the mean per token.
+        n_tokens = [sum(map(len, example.completions)) for example in step.examples]
+        entropy = np.average(entropy_G, weights=n_tokens)
         row = {
             "entropy": float(entropy),
             "epoch": (run.state.step - plan.begin) / plan.per_epoch,
             "samples": run.state.step * step.size,
         }
-        if run.engine_gap is not None:  # the answers come from an engine (rollout.py)
+        if run.engine_gap is not None:  # an engine gave the answers (rollout.py)
             row["engine/gap"] = run.engine_gap
         return row
 
     # ---- steps and micro-batches -----------------------------------------------------------------
 
     def make_step(self, examples: list[Example]) -> Step:
-        """These examples as a step, with mismatched pairs if the objective needs them."""
+        """A step of these examples, with mismatched pairs if the objective needs them."""
         run = self.run
         completions = None
         if run.objective.needs_mismatched_pairs:
@@ -388,14 +398,14 @@ class Trainer:
                 seed_for_forks(run.fabric, run.cfg.seed, run.state.step)
             with user_code("mismatched_completions"):
                 completions = run.objective.mismatched_completions(examples)
-            # the result of rank 0, because a fork may draw other random numbers on each rank
+            # a fork may draw other random numbers on each rank, so all ranks take the result of rank 0
             if overrides:
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.budget)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device, and count it when the caller is done with it. Raises Interrupted after
-        a signal, except in a training step, which always runs to its end."""
+        """Move each micro-batch to the device. Advance the progress bar when the caller is done with it. Raises
+        Interrupted after a signal, except in a training step, which always runs to its end."""
         run = self.run
         for micro in micro_batches:
             yield micro.to(run.fabric.device)
@@ -404,21 +414,22 @@ class Trainer:
                 run.stop.check(run.fabric.device)
 
     def progress(self, title: str, step: Step) -> AbstractContextManager:
-        """Show the progress of the two passes over a step."""
+        """Show a progress bar for the two passes over a step."""
         return progress(title, 2 * step.size // self.run.fabric.world_size)
 
     # ---- before the first step, and after the last one ------------------------------------------
 
     def before_first_step(self, examples: list[Example], plan: Plan) -> None:
-        """Start a run or an iteration: check it, fill the reference cache, validate at step 0."""
+        """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        if run.state.step == run.reference_step:  # the step whose weights the reference has
+        # policy and reference must agree only at the step whose weights the reference has
+        if run.state.step == run.reference_step:
             checks.check_start(self, examples)
-        # released: all its log-probs are in the cache, and the model is freed
+        # released: the cache is full, and the reference model has been freed
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
-        # unvalidated: the run was stopped during the validation of this step
+        # unvalidated: the run had been stopped during the validation of this step
         if run.state.step == 0 or run.state.unvalidated:
             evaluation.validate(self, plan)
 

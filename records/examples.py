@@ -8,7 +8,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import NamedTuple
 
@@ -249,16 +250,21 @@ def token_label(
 ) -> list[int]:
     """(L,) 1 or -1 for each token that a marked part of the record's completion touches, otherwise 0. Raises
     BadInput."""
-    ends = range(len(completion) + 1)
-    texts = [tokenizer.decode(completion[:i], special_tokens=True, is_answer=True) for i in ends]
+    n = len(completion)
+    texts = [
+        tokenizer.decode(completion[: i + 1], special_tokens=True, is_answer=True) for i in range(n)
+    ]
     begin = texts[-1].find(content_of(record.completions[0]))
     if begin < 0:
         raise BadInput(f"{where}: spans: the text of the completion is not the text of its tokens")
-    labels = [0] * len(completion)
-    for i, (before, text) in enumerate(pairwise(texts)):
-        first = len(before.rstrip("\ufffd")) - begin  # of half a character: this token has the rest
-        for start, end, is_desirable in record.spans:
-            if first < end and start < len(text) - begin:
+    labels = [0] * n
+    end = -begin  # of the characters whose tokens were all seen
+    for i, text in enumerate(texts):
+        first = end
+        # a token may be only a part of a character, which is decoded as another character
+        end = max(first, len(commonprefix([text, texts[-1]])) - begin)
+        for start, stop, is_desirable in record.spans:
+            if first < stop and start < max(end, first + 1):
                 labels[i] = 1 if is_desirable else -1
     return labels
 

@@ -104,18 +104,14 @@ def whole(tiny, demos, tmp_path_factory) -> dict:
 # ---- a server that does what it should -----------------------------------------------------------
 
 
-def test_both_kinds_of_server_answer_with_the_policy_of_each_iteration(
-    tiny, demos, tmp_path, capsys
-):
+def test_both_kinds_of_server_answer_with_the_policy_of_each_iteration(tiny, demos, tmp_path):
     runs = {}
     for kind in ("vllm", "sglang"):
         with running(tiny, tmp_path / kind) as server:
             runs[kind] = go(tiny, demos, tmp_path / f"run-{kind}", server, f"--engine.kind={kind}")
-        said = capsys.readouterr().out
         gaps = [row["engine/gap"] for row in runs[kind]["rows"]]
         assert len(gaps) == 8 and 0 < max(gaps) < 1e-5, "the policy's own log-probs"
         assert len(set(gaps)) == 2, "one for each iteration"
-        assert re.search(r"iteration 1: 16 examples, .* off by \de-\d+ nats a token", said)
         one, two = (answers(tmp_path / f"run-{kind}", i) for i in (1, 2))
         assert one != two and [a["ids"] for a in one[::2]] != [a["ids"] for a in one[1::2]]
     assert_same(*runs.values())
@@ -164,14 +160,13 @@ def test_two_processes_with_a_sharded_policy_ask_once_and_measure_the_same(
     assert len(asked(tmp_path / "log-2", "/v1/completions")) == 32
 
 
-def test_spin_takes_the_same_server(tiny, demos, tmp_path, capsys):
+def test_spin_takes_the_same_server(tiny, demos, tmp_path):
     argv = ("--batch_size=4", "--spin.max_iterations=2", "--spin.max_new_tokens=5", "--eval.samples=0",
             "--precision=32-true", "--optim.lr=1e-2")  # fmt: skip
     with running(tiny, tmp_path / "log") as address:
         server = Server(EngineSettings(server=address))
         rows = train(tiny, demos, tmp_path / "run", *argv, program="spin", rollout=server)["rows"]
     assert all(row["engine/gap"] < 1e-5 for row in rows)
-    assert re.search(r"8 pairs, engine off by \de-\d+ nats a token", capsys.readouterr().out)
 
 
 # ---- a server that does not ----------------------------------------------------------------------

@@ -58,51 +58,41 @@ ONLINE = ("--epochs=1", "--online.max_iterations=3", "--online.prompts_per_itera
           "--online.num_generations=4", "--online.max_new_tokens=5", "--data.max_completion=12")  # fmt: skip
 # example: (its program, what it hands over to the program's main, its own arguments)
 HANDED = {
-    "bco": (kto, {"objective": "BCO", "settings": "Settings"}, ()),
-    "token_kto": (kto, {"objective": "TokenKTO"}, ("--data.train={marked}",)),
-    "learned_z": (kto, {"objective": "LearnedZ"}, ()),
-    "simpo": (dpo, {"objective": "SimPO", "settings": "Settings"}, ()),
-    "humanline": (
-        kto,
-        {"objective": "Humanline", "settings": "Settings", "trainer": "MovingReference"},
-        ("--kto.fall=0.2", "--kto.rise=0.1"),
-    ),
-    "grpo": (online, {"objective": "GRPO", "settings": "Settings", "rate": "rate"}, ONLINE),
-    "online_dpo": (online, {"objective": "OnlineDPO", "settings": "Settings", "rate": "rate"},
-                   (*ONLINE, "--online.prompts_per_iteration=16")),
-    "oapl": (online, {"objective": "OAPL", "settings": "Settings", "rate": "rate"}, ONLINE),
-    "next_message": (
-        kto,
-        {"objective": "NextMessage", "settings": "Settings", "trainer": "WithNext",
-         "make_records": "without_thumb"},
-        ("--data.train={with_next}", "--data.val={with_next}", "--data.extra=next"),
-    ),
-    "distill": (online, {"objective": "Distill", "settings": "Settings", "rate": "rate"},
-                (*ONLINE, "--reference={teacher}", "--kto.top_k=3")),
-    "judge": (
-        online,
-        {"settings": "Settings", "trainer": "Judged", "checker": "judge"},
-        (*ONLINE, "--judge.server={server}", "--judge.model=m", "--eval.prompts=4"),
-    ),
-    "reward_model": (
-        online,
-        {"settings": "Settings", "trainer": "Rewarded", "rate": "rate", "checker": "reward_model",
-         "make_records": "with_dialogue"},
-        (*ONLINE, "--reward.model={reward}", "--reward.threshold=median", "--data.extra=dialogue",
-         "--eval.prompts=4"),
-    ),
+    "bco": (kto, "objective=BCO settings=Settings", ""),
+    "token_kto": (kto, "objective=TokenKTO", "--data.train={marked}"),
+    "learned_z": (kto, "objective=LearnedZ", ""),
+    "simpo": (dpo, "objective=SimPO settings=Settings", ""),
+    "humanline": (kto, "objective=Humanline settings=Settings trainer=MovingReference",
+                  "--kto.fall=0.2 --kto.rise=0.1"),
+    "grpo": (online, "objective=GRPO settings=Settings rate=rate", ""),
+    "online_dpo": (online, "objective=OnlineDPO settings=Settings rate=rate",
+                   "--online.prompts_per_iteration=16"),
+    "oapl": (online, "objective=OAPL settings=Settings rate=rate", ""),
+    "next_message": (kto, "objective=NextMessage settings=Settings trainer=WithNext make_records=without_thumb",
+                     "--data.train={with_next} --data.val={with_next} --data.extra=next"),
+    "distill": (online, "objective=Distill settings=Settings rate=rate",
+                "--reference={teacher} --kto.top_k=3"),
+    "judge": (online, "settings=Settings trainer=Judged checker=judge",
+              "--judge.server={server} --judge.model=m --eval.prompts=4"),
+    "reward_model": (online, "settings=Settings trainer=Rewarded rate=rate checker=reward_model "
+                     "make_records=with_dialogue",
+                     "--reward.model={reward} --reward.threshold=median --data.extra=dialogue --eval.prompts=4"),
 }  # fmt: skip
 PLACES = {}  # what stands in the arguments in braces
 
 
-def train_example(name: str, tiny, data, out: Path, *argv: str, further=()) -> dict:
-    """An example in this process, with what it hands over. further: in place of its own arguments."""
+def train_example(name: str, tiny, data, out: Path, *argv: str) -> dict:
+    """An example in this process, with what it hands over and its own arguments."""
     program, names, own = HANDED[name]
-    handed = {key: getattr(import_module(name), value) for key, value in names.items()}
+    module = import_module(name)
+    handed = {
+        key: getattr(module, value) for key, value in (word.split("=") for word in names.split())
+    }
     if program is online:
         handed.setdefault("checker", even)
-    own = further or [word.format(**PLACES) for word in own]
-    return train(tiny, data, out, *argv, *own, program=program.__name__, **handed)
+        argv += ONLINE
+    argv += tuple(own.format(**PLACES).split())
+    return train(tiny, data, out, *argv, program=program.__name__, **handed)
 
 
 def saved(out: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
@@ -120,20 +110,16 @@ def state(out: Path, step: int) -> dict:
 
 @pytest.fixture
 def places(judge_server, reward_folder, parity_ref, tmp_path):
-    """The server and the models that some of the examples ask, and records with the user's next message."""
-    PLACES.update(server=judge_server.url, reward=reward_folder, teacher=parity_ref)
+    """The server and the models that some of the examples ask; records with marks and with the user's next message."""
     lines = (ROOT / "demo" / "val.jsonl").read_text().splitlines()[:24]
     records = [json.loads(line) for line in lines]
-    said = [
-        r | {"next": "Thank you!" if r["label"] else f"No, {r['prompt'][6:9]}"} for r in records
-    ]
-    PLACES["marked"] = tmp_path / "marked.jsonl"
-    marked = [
-        r | {"spans": [{"start": 1, "end": 6, "label": not r["label"]}]} for r in records[::2]
-    ]
-    PLACES["marked"].write_text("".join(json.dumps(r) + "\n" for r in marked + records[1::2]))
-    PLACES["with_next"] = tmp_path / "with_next.jsonl"
-    PLACES["with_next"].write_text("".join(json.dumps(r) + "\n" for r in said))
+    said = ["Thank you!" if r["label"] else f"No, {r['prompt'][6:9]}" for r in records]
+    marks = [[{"start": 1, "end": 6, "label": not r["label"]}] for r in records[::2]]
+    with_next = [r | {"next": text} for r, text in zip(records, said)]
+    marked = [r | {"spans": spans} for r, spans in zip(records[::2], marks)] + records[1::2]
+    PLACES.update(server=judge_server.url, reward=reward_folder, teacher=parity_ref)
+    for name, some in {"with_next": with_next, "marked": marked}.items():
+        PLACES[name] = tokens.write(tmp_path / f"{name}.jsonl", *some)
 
 
 @pytest.mark.parametrize("name", HANDED)
@@ -204,8 +190,8 @@ def test_blocks_of_ones_own_resume_and_export_a_model_that_their_file_alone_load
     assert code == 0, stderr
     before, *_, trained = rows_of(clone / "out" / "run" / "val.csv")
     exported, *_ = rows_of(clone / "out" / "again" / "val.csv")
-    assert float(exported["sft_loss"]) == pytest.approx(float(trained["sft_loss"]), rel=1e-4)
-    assert abs(float(before["sft_loss"]) - float(trained["sft_loss"])) > 0.01
+    losses = [float(row["sft_loss"]) for row in (before, trained, exported)]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4) and abs(losses[0] - losses[1]) > 0.01
 
 
 def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(
@@ -279,18 +265,17 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
 # ---- a loss of one's own -------------------------------------------------------------------------
 
 
-def test_an_objective_without_a_reference_loads_and_runs_none(tiny, pairs, tmp_path, monkeypatch):
+def test_an_objective_without_a_reference_loads_none_and_refuses_one(
+    tiny, pairs, tmp_path, monkeypatch
+):
+    for setting in (f"--reference={tiny}", "--reference_cache=cache"):
+        name = setting[2:].split("=")[0]
+        with pytest.raises(BadInput, match=f"^{name}: SimPO has no reference"):
+            train_example("simpo", tiny, pairs, tmp_path / "no", *COMMON, setting)
     monkeypatch.setattr("models.load.freeze", lambda *a: pytest.fail("a copy for a reference"))
     for kind in ("FrozenModel", "AdaptersOff"):
         monkeypatch.setattr(f"run.{kind}", lambda *a: pytest.fail("a reference"))
-    train_example("simpo", tiny, pairs, tmp_path, *COMMON, "--max_steps=2")
-
-
-@pytest.mark.parametrize("setting", ["--reference={tiny}", "--reference_cache=cache"])
-def test_a_reference_for_an_objective_without_one_is_refused(setting, tiny, pairs, tmp_path):
-    name = setting[2:].split("=")[0]
-    with pytest.raises(BadInput, match=f"^{name}: SimPO has no reference"):
-        train_example("simpo", tiny, pairs, tmp_path / "run", *COMMON, setting.format(tiny=tiny))
+    train_example("simpo", tiny, pairs, tmp_path / "run", *COMMON, "--max_steps=2")
 
 
 class Changed(kto.KTO):
@@ -329,7 +314,7 @@ FAULTS = [
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] / a[2].label, {})},  # 0 / 0 or a / 0 for a thumb down
      r"step 1: not finite .*ratings.jsonl:\d+.* the weights are unchanged"),
     ({"loss": lambda o, lp, ref, batch, z: (lp[:, 0] * batch.extra("age"), {})},
-     "data.extra: age: the loss asks for it: --data.extra age"),
+     "data.extra: age: the loss asks for this field: --data.extra age"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] + torch.inf, {})},
      r"step 1: not finite .*, inf\]\): .*ratings.jsonl:\d+, "),
     ({"make_z": lambda o, *a: torch.tensor(torch.inf)},
@@ -366,16 +351,12 @@ def test_what_an_objective_does_wrong_is_said_by_name(methods, fault, tiny, rati
     assert not rows.exists() or rows.read_text().count("\n") <= 2, "at the first step"
 
 
-@pytest.mark.parametrize("size", ["--micro_batch_size=1", "--micro_batch_size=6"])
 def test_a_loss_that_compares_up_with_down_is_refused_in_a_file_sorted_by_label(
-    size, tiny, ratings, tmp_path
+    tiny, ratings, tmp_path
 ):
-    rows = [
-        json.loads(line) for line in ratings.read_text().splitlines()[:8]
-    ]  # the others are pairs
-    rows.sort(key=lambda row: (not row["label"], len(row["completion"])))
-    data = tmp_path / "sorted.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [json.loads(line) for line in ratings.read_text().splitlines()]
+    rows = sorted(rows[:8], key=lambda row: not row["label"])  # the others are pairs
+    data = tokens.write(tmp_path / "sorted.jsonl", *rows)
 
     def loss(objective, logps, ref_logps, batch, z_B):
         r_B = (logps - ref_logps)[:, 0]
@@ -383,19 +364,28 @@ def test_a_loss_that_compares_up_with_down_is_refused_in_a_file_sorted_by_label(
             z_B = r_B[~batch.label].mean().detach().expand(len(r_B))
         return kto.KTO.loss(objective, logps, ref_logps, batch, z_B)
 
+    argv = (*COMMON, "--micro_batch_size=1")
     with pytest.raises(BadInput, match="^loss: an example's loss depends on the other examples"):
-        train(tiny, data, tmp_path / "run", *COMMON, size, objective=partial(Changed, loss=loss))
+        train(tiny, data, tmp_path / "run", *argv, objective=partial(Changed, loss=loss))
 
 
-def test_metrics_may_be_tensors_and_numbers_of_numpy(tiny, ratings, tmp_path):
-    class Own(kto.KTO):
-        def metrics(self, columns, z):
-            mine = {"a": columns["loss"].mean(), "b": np.float32(2), "c": torch.ones(1), "d": None}
-            return super().metrics(columns, z) | mine
+class Own(kto.KTO):
+    def loss(self, logps, ref_logps, batch, z_B):
+        loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
+        return loss_B, columns | {"age": batch.extra("age")}
 
-    for row in train(tiny, ratings, tmp_path, *COMMON, objective=Own)["rows"]:
-        assert row["a"] == pytest.approx(row["loss"])
-        assert (row["b"], row["c"], row["d"]) == (2, 1, None)
+    def metrics(self, columns, z):
+        mine = {"a": columns["loss"].mean(), "b": np.float32(2), "c": torch.ones(1), "d": None}
+        return super().metrics(columns, z) | mine
+
+
+def test_a_loss_sees_the_fields_of_its_examples_and_metrics_may_be_tensors(tiny, tmp_path):
+    records = [tokens.rated(f"p{i}", f"c{i}", age=i) for i in range(6)]
+    data = tokens.write(tmp_path / "d.jsonl", *records)
+    argv = ("--batch_size=6", "--epochs=1", "--micro_batch_size=1", "--data.extra=age")
+    (row,) = train(tiny, data, tmp_path / "run", *argv, objective=Own)["rows"]
+    assert row["age"] == 2.5 and row["a"] == pytest.approx(row["loss"])
+    assert (row["b"], row["c"], row["d"]) == (2, 1, None)
 
 
 KNOWN = kto.KTOSettings()
@@ -595,21 +585,6 @@ def test_mismatched_pairs_of_ones_own_are_chosen_by_what_the_step_before_has_lef
     assert steps == [0, *left] and len(set(steps)) > 2
 
 
-class Ages(kto.KTO):
-    def loss(self, logps, ref_logps, batch, z_B):
-        loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
-        return loss_B, columns | {"age": batch.extra("age")}
-
-
-def test_a_loss_sees_the_fields_of_its_own_examples(tiny, tmp_path):
-    data = tokens.write(
-        tmp_path / "d.jsonl", *(tokens.rated(f"p{i}", f"c{i}", age=i) for i in range(6))
-    )
-    argv = ("--batch_size=6", "--epochs=1", "--micro_batch_size=1", "--data.extra=age")
-    (row,) = train(tiny, data, tmp_path / "run", *argv, objective=Ages)["rows"]
-    assert row["age"] == 2.5
-
-
 class OwnZ(kto.KTO):
     def make_z(self, logratio_n, step):
         return torch.arange(step.size) / 10
@@ -665,10 +640,12 @@ def test_an_override_of_forward_is_reached_on_every_path(cut, tiny, ratings, tmp
 class SyncedReference(Trainer):
     """As in docs/forks.md: TRL's sync_ref_model."""
 
+    every, share = 2, 0.6
+
     def optimizer_step(self, plan):
         lr = super().optimizer_step(plan)
-        if self.run.state.step % 2 == 0:
-            self.run.new_reference(share=0.6)
+        if self.run.state.step % self.every == 0:
+            self.run.new_reference(share=self.share)
         return lr
 
 
@@ -681,7 +658,7 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
     for name, x in saved(tmp_path / "whole", 2, "reference").items():
         expected = 0.4 * start[name].detach() + 0.6 * policy[name]
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-7)
-    fixed = train(tiny, ratings, tmp_path / "fixed", *COMMON)
+    fixed = train(tiny, ratings, tmp_path / "fixed", *COMMON, "--stop_at=3")
     assert numbers(whole)[:2] == numbers(fixed)[:2] and numbers(whole)[2] != numbers(fixed)[2]
     argv = (tiny, ratings, tmp_path / "run", *COMMON)
     train(*argv, "--stop_at=3", trainer=SyncedReference)
@@ -690,20 +667,13 @@ def test_a_reference_that_follows_the_policy_moves_by_its_share_and_resumes_to_t
 
 def test_a_reference_in_bfloat16_moves_by_its_share_on_average(tiny, ratings, tmp_path):
     """Rounded to nearest, a share of 0.4 of one spacing would be nothing."""
-
-    class Synced(Trainer):
-        def optimizer_step(self, plan):
-            lr = super().optimizer_step(plan)
-            self.run.new_reference(share=0.4)
-            return lr
-
+    synced = type("Synced", (SyncedReference,), {"every": 1, "share": 0.4})
     argv = (*COMMON, "--max_steps=1", "--precision=bf16-mixed", "--optim.lr=1e-4")
-    train(tiny, ratings, tmp_path, *argv, trainer=Synced)
+    train(tiny, ratings, tmp_path, *argv, trainer=synced)
     policy = saved(tmp_path, 1, "weights")
-    reference = saved(tmp_path, 1, "reference")
     start = load.load_model(tiny).unique_parameters()
     moved = whole = 0.0
-    for name, x in reference.items():
+    for name, x in saved(tmp_path, 1, "reference").items():
         if x.dtype == torch.bfloat16:
             first = start[name].detach().bfloat16().double()
             step = policy[name].bfloat16().double() - first
@@ -712,23 +682,20 @@ def test_a_reference_in_bfloat16_moves_by_its_share_on_average(tiny, ratings, tm
     assert moved / whole == pytest.approx(0.4, abs=0.05)
 
 
-CANNOT_MOVE = {
-    "lora.rank: .* cannot move by a share: give --reference": ("--lora.rank=2",),
-    "reference_cache: ": ("--reference_cache={out}/cache",),
-    "new_reference: share: .* got 60": (),
+CANNOT_MOVE = {  # what is said -> the share and the setting
+    "lora.rank: .* cannot move by a share: give --reference": (0.6, "--lora.rank=2"),
+    "reference_cache: ": (0.6, "--reference_cache={out}/cache"),
+    "new_reference: share: .* got 60": (60.0, "--lora.rank=0"),
 }
 
 
 @pytest.mark.parametrize("fault", CANNOT_MOVE)
 def test_a_reference_that_cannot_move_is_refused_before_it_does(fault, tiny, ratings, tmp_path):
-    class Synced(Trainer):
-        def optimizer_step(self, plan):
-            self.run.new_reference(share=60.0 if "got 60" in fault else 0.6)
-            return super().optimizer_step(plan)
-
-    argv = [word.format(out=tmp_path) for word in CANNOT_MOVE[fault]]
+    share, setting = CANNOT_MOVE[fault]
+    synced = type("Synced", (SyncedReference,), {"every": 1, "share": share})
+    argv = (*COMMON, setting.format(out=tmp_path))
     with pytest.raises(BadInput, match=f"^{fault}"):
-        train(tiny, ratings, tmp_path / "run", *COMMON, *argv, trainer=Synced)
+        train(tiny, ratings, tmp_path / "run", *argv, trainer=synced)
 
 
 def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():

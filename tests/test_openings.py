@@ -1,18 +1,19 @@
 """What only some papers need: log-probs of more tokens than the answer's own, and of an answer under another
 prompt. Each example's steps equal a loop by hand in transformers, in float64."""
 
-import json
 import math
 import re
 from itertools import chain
 
+import numpy as np
 import pytest
+import tokens
 import torch
 import transformers
 from test_forks import places, saved, train_example  # noqa: F401
-from test_model import chunked, pair
+from test_model import chunked, exact_norms, pair  # noqa: F401
 from test_optim import run_settings
-from tiny_models import ragged
+from tiny_models import ragged, same
 
 import attention
 import kto
@@ -28,56 +29,56 @@ from trainer import Trainer
 # ---- log-probs of more tokens --------------------------------------------------------------------
 
 
-def top_by_hand(model, prompts, completions, targets, longest: int, k: int) -> torch.Tensor:
-    """(B, K, L, 1 + k) log-probs by plain forwards; `targets` is asked for the tokens at each place."""
-    rows = []
-    for p, c in chain(*([(p, c) for c in cs] for p, cs in zip(prompts, completions))):
-        ids = torch.tensor([*p, *c])
-        logp_LV = model(ids[None]).logits[0].log_softmax(-1)[len(p) - 1 : -1]
-        target = torch.cat([ids[len(p) :, None], targets(p, c)], dim=1)
-        row = logp_LV.new_zeros(longest, 1 + k)
-        rows.append(torch.cat([logp_LV.gather(1, target), row[len(c) :]]))
-    return torch.stack(rows).view(len(prompts), -1, longest, 1 + k)
+def plain(model, prompt, completion) -> torch.Tensor:
+    """(L, V) log-probs at the tokens of a completion, by a plain forward."""
+    out = model(torch.tensor([[*prompt, *completion]]))
+    return getattr(out, "logits", out)[0].log_softmax(-1)[len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("shape, K", [("gpt2", 1), ("gpt2", 2), ("llama", 2)])
 def test_log_probs_of_the_references_likeliest_tokens_and_gradients_are_those_of_plain_forwards(
-    K, tiny, parity_ref, monkeypatch
+    shape, K, tiny, parity_ref, monkeypatch
 ):
+
     k = 4
-    gpt, other, gradients = pair("gpt2", tiny, torch.float64)
-    reference, plain_reference, _ = pair("gpt2", parity_ref, torch.float64)
+    gpt, other, gradients = pair(shape, tiny, torch.float64)
+    reference, plain_reference, _ = pair(shape, parity_ref, torch.float64)
+    V = gpt.config.padded_vocab_size
 
-    def likeliest(p, c):
-        ids = torch.tensor([*p, *c])
-        logits_LV = plain_reference(ids[None]).logits[0, len(p) - 1 : -1]
-        return logits_LV.topk(k).indices
+    def by_hand(model, prompts, completions, longest: int) -> torch.Tensor:
+        """(B, K, L, 1 + k) log-probs."""
+        rows = []
+        for p, c in chain(*([(p, c) for c in cs] for p, cs in zip(prompts, completions))):
+            likeliest = plain(plain_reference, p, c).topk(k).indices
+            target = torch.cat([torch.tensor(c)[:, None], likeliest], dim=1)
+            logp_LV = plain(model, p, c)
+            beyond = logp_LV.new_zeros(longest - len(c), 1 + k)
+            rows.append(torch.cat([logp_LV.gather(1, target), beyond]))
+        return torch.stack(rows).view(len(prompts), K, longest, 1 + k)
 
-    for seed, tokens in enumerate((1000, 3)):
+    for seed, size in enumerate((1000, 3)):
         monkeypatch.setattr(attention, "TILE_TOKENS", (25, 128)[seed])
-        prompts, completions = ragged(K, gpt.config.padded_vocab_size, seed)
-        calls = chunked(monkeypatch, gpt.config.padded_vocab_size, tokens)
+        prompts, completions = ragged(K, V, seed)
+        calls = chunked(monkeypatch, V, size)
         batch = pack(prompts, completions)
         with torch.no_grad():
             of_reference = reference(batch._replace(top_k=k), by_token=True)
         ours = gpt(batch.with_targets(of_reference.targets), by_token=True, entropy=True)
-        args = (prompts, completions, likeliest, batch.longest, k)
-        theirs = top_by_hand(other, *args)
-        assert max(calls) <= tokens, "no (N, V) logits"
-        assert ours.logps.shape == (5, K, batch.longest, 1 + k)
-        assert (ours.logps - theirs).abs().max() < 1e-10
-        assert (of_reference.logps - top_by_hand(plain_reference, *args)).abs().max() < 1e-10
-        assert (ours.entropy - gpt(batch, entropy=True).entropy).abs().max() < 1e-10
-        weights = torch.randn(
-            theirs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-        )
+        args = (prompts, completions, batch.longest)
+        theirs = by_hand(other, *args)
+        assert max(calls) <= size, "no (N, V) logits"
+        assert same(ours.logps, theirs, 1e-10)
+        assert same(of_reference.logps, by_hand(plain_reference, *args), 1e-10)
+        assert same(ours.entropy, gpt(batch, entropy=True).entropy, 1e-10)
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.randn(theirs.shape, dtype=torch.float64, generator=generator)
         gpt.zero_grad()
         other.zero_grad()
         (weights * ours.logps).sum().backward()
         (weights * theirs).sum().backward()
-        by_hand = gradients()
-        for name, p in gpt.unique_parameters().items():
-            assert (p.grad - by_hand[name]).abs().max() < 1e-10, name
+        expected = gradients()
+        assert all(same(p.grad, expected[n], 1e-10) for n, p in gpt.unique_parameters().items())
 
 
 NO_REFERENCE = {"by_token": True, "needs_reference": False}
@@ -96,64 +97,50 @@ def test_top_k_is_refused_where_it_would_have_no_tokens_or_no_reference(own):
 # ---- marked parts of a completion ----------------------------------------------------------------
 
 
-def tokens_by_hand(tokenizer, text: str, spans) -> list[int]:
-    """By the offsets that the tokenizer itself tells."""
-    offsets = tokenizer(text, return_offsets_mapping=True).offset_mapping
-    labels = [0] * (len(offsets) + 1)  # and EOS
-    for i, (a, b) in enumerate(offsets):
-        for span in spans:
-            if a < span["end"] and span["start"] < b:
-                labels[i] = 1 if span["label"] else -1
-    return labels
-
-
 @pytest.mark.parametrize("text", ["Hello there, dear friend!", "Grüße 🦊 an 你好 alle"])
-def test_a_marked_part_is_every_token_that_it_touches(text, tiny, tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    parts = [(0, 1, True), (4, 8, False), (len(text) - 1, len(text), True), (0, len(text), False)]
-    seen = {}
-    for start, end, label in parts:
-        spans = [{"start": start, "end": end, "label": label}]
-        file = tmp_path / "marked.jsonl"
-        file.write_text(
-            json.dumps({"prompt": "Q", "completion": text, "label": True, "spans": spans}) + "\n"
-        )
-        data = with_limits(Data(str(file)), 128)
-        (example,), _ = load_examples(str(file), Tokenizer(Source(tiny)), "rated", data)
-        assert list(example.token_label) == tokens_by_hand(tokenizer, text, spans)
-        seen[start, end] = sum(map(abs, example.token_label))
-    assert 1 <= seen[0, 1] < seen[0, len(text)] == len(tokenizer(text).input_ids)
+@pytest.mark.parametrize("kind", ["plain", "qwen3", "llama-2", "gemma"])
+def test_a_marked_part_is_the_tokens_that_it_touches_also_through_a_chat_template(
+    kind, text, tiny, tmp_path
+):
+    tokenizer = Tokenizer(Source(tiny if kind == "plain" else tokens.real(kind, tmp_path)))
+    turns = ("Q", text) if kind == "plain" else ([tokens.user("Q")], [tokens.bot(text)])
+    n = len(text)
+    for start, end, label in [(0, 1, True), (4, 8, False), (n - 1, n, True), (0, n, False)]:
+        marks = [{"start": start, "end": end, "label": label}]
+        file = tokens.write(tmp_path / "marked.jsonl", tokens.rated(*turns, spans=marks))
+        (example,), _ = load_examples(file, tokenizer, "rated", with_limits(Data(file), 128))
+        marked = np.flatnonzero(example.token_label)
+        first, last = marked[0], marked[-1]
+        assert {*example.token_label[first : last + 1]} == {1 if label else -1}, "without a gap"
+
+        def decoded(a: int, b: int) -> str:
+            return tokenizer.decode(example.completions[0][a:b], special_tokens=True)  # noqa: B023
+
+        part = text[start:end]
+        assert part in decoded(first, last + 1) and text[: start + 1] not in decoded(0, first)
+        for a, b in ((first + 1, last + 1), (first, last)):
+            assert part not in decoded(a, b), "no token too many"
 
 
 BAD_SPANS = {
-    "spans: from 2 to 9, but the completion has 5 characters": [
-        {"start": 2, "end": 9, "label": True}
-    ],
+    "spans: from 2 to 9, but the completion has 5 characters": [{"start": 2, "end": 9, "label": True}],
     "spans: from 3 to 3, but": [{"start": 3, "end": 3, "label": True}],
     "spans: from -1 to 2, but": [{"start": -1, "end": 2, "label": True}],
     "spans: expected a list of {start, end, label} of one text: label": [{"start": 0, "end": 2}],
     "label: expected true, false": [{"start": 0, "end": 2, "label": "maybe"}],
     "spans: expected a list of {start, end, label} of one text: list indices": [[0, 2]],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", BAD_SPANS)
 def test_a_mark_outside_of_the_text_is_refused_with_its_line(said, tiny, tmp_path):
-    file = tmp_path / "marked.jsonl"
-    good = {"prompt": "Q", "completion": "Hello", "label": True}
-    lines = [good, good | {"spans": BAD_SPANS[said]}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    good = tokens.rated("Q", "Hello")
+    file = tokens.write(tmp_path / "marked.jsonl", good, good | {"spans": BAD_SPANS[said]})
     with pytest.raises(BadInput, match=f"^{file}:2: {re.escape(said)}"):
-        load_examples(str(file), Tokenizer(Source(tiny)), "rated", Data(str(file)))
+        load_examples(file, Tokenizer(Source(tiny)), "rated", Data(file))
 
 
 # ---- the examples, step by step, by hand ----------------------------------------------------------
-
-
-def plain(model, prompt, completion) -> torch.Tensor:
-    """(L, V) log-probs at the tokens of a completion."""
-    ids = torch.tensor([*prompt, *completion])
-    return model(ids[None]).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
 
 
 def of_tokens(model, prompt, completion) -> torch.Tensor:
@@ -191,11 +178,9 @@ def next_message(policy, reference, example, _, tokenizer):
 
 def token_kto(policy, reference, example, *_):
     (completion,) = example.completions
-    r_L = of_tokens(policy, example.prompt, completion) - of_tokens(
-        reference, example.prompt, completion
-    )
+    logp_L, ref_L = (of_tokens(m, example.prompt, completion) for m in (policy, reference))
     signs = list(example.token_label) or [2 * example.label - 1] * len(completion)
-    return 1 - torch.sigmoid(0.1 * sum(sign * r for sign, r in zip(signs, r_L)))
+    return 1 - torch.sigmoid(0.1 * sum(sign * r for sign, r in zip(signs, logp_L - ref_L)))
 
 
 # example: (the loss of an answer, whether the teacher is the reference)
