@@ -62,12 +62,14 @@ def message(layout: Layout, raw: object) -> dict:
         raise BadInput(f"role: {layout.role.one(raw)!r:.50}: not one of {roles} (see --roles)")
     calls = {}
     if isinstance(raw, dict):
-        if not FILES.isdisjoint(raw) and any(is_there(raw.get(name)) for name in FILES):
-            raise Skipped("with a file in a message")
-        names = (*CALLS, "name") if role == "tool" else CALLS
-        for name in names:
+        for name in FILES & raw.keys():
+            if is_there(raw[name]):
+                raise Skipped("with a file in a message")
+        for name in CALLS:
             if is_there(raw.get(name)):
                 calls[name] = raw[name]
+        if role == "tool" and is_there(raw.get("name")):
+            calls["name"] = raw["name"]
     text = own_words(layout, text_of(layout.content.one(raw)))
     if role in ("system", "developer"):  # the model saw an empty one
         return {"role": role, "content": text}

@@ -140,10 +140,10 @@ class Column:
                 if is_there(value):
                     self.was_asked = self.was_found = True
                     return value
-        values = [value for _, value in self.all(record)]
+        found = self.all(record)
         if self.is_several:
-            return values
-        return values[0] if values else None
+            return [value for _, value in found]
+        return found[0][1] if found else None
 
     def names(self) -> set[str]:
         """The fields of the record at the beginning of its paths."""

@@ -130,13 +130,13 @@ class Reader:
         if len(groups) > 1 and layout.has_two_answers:
             self._drop("whose earlier turns differ")
             return
-        has_rewards = layout.labels.are_cuts and layout.labels.higher_is_better
         for group in groups.values():
             pairs = self._pairs(group)
             if not pairs:
                 self._drop("without a better and a worse answer")
             for better, worse in pairs:
                 pair = {"chosen": better.answer, "rejected": worse.answer}
+                has_rewards = layout.labels.are_cuts and layout.labels.higher_is_better
                 if has_rewards and better.score is not None:
                     pair |= zip(REWARDS, (better.score, worse.score))
                 yield better.where, {**better.fields, **pair}

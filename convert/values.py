@@ -9,7 +9,6 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime, timezone
 
 from infra.console import BadInput
@@ -29,10 +28,10 @@ def is_there(value: object) -> bool:
 
 def number(value: object, default: float | None = None) -> float | None:
     """A number, also one that is written as a text."""
-    with suppress(ValueError):
-        if not isinstance(value, bool):
-            return float(str(value))
-    return default
+    try:
+        return default if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return default
 
 
 def pairs_of(setting: str, text: str | None) -> list[tuple[str, str, str]]:

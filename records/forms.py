@@ -50,6 +50,8 @@ ROLES |= {"human": "user", "observation": "tool"}
 ROLES |= dict.fromkeys(("gpt", "ai", "model", "bot"), "assistant")
 # ShareGPT's names in a message
 SHAREGPT = {"from": "role", "value": "content"}
+# the end of a place in a file
+PLACE = re.compile(r":\d+$")
 # made once: json.dumps would make it anew for each field
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 # a list of messages as a text of JSON, as in a csv file, or as Python prints it, which is refused
@@ -134,20 +136,25 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     cut = as_text(fields.pop("cut", "")).lower()
     if cut not in ("true", "false", ""):
         raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
-    for name in (*ORIGIN, *(["source"] if is_place(record.get("source")) else [])):
+    for name in ORIGIN:
         fields.pop(name, None)
+    if is_place(fields.get("source")):
+        fields.pop("source")
     marks = _parsed(fields, "spans")
-    understood = _understand_form(fields, kind)
-    if cut == "true" and len(understood.completions) == 2:
+    prompt, completions, label, rewards = _understand_form(fields, kind)
+    if cut == "true" and len(completions) == 2:
         raise BadInput("cut: this is a pair, and cut does not say which answer was cut")
-    return understood._replace(
-        prompt=_whole_prompt(understood.prompt, history, system),
+    return Record(
+        _whole_prompt(prompt, history, system),
+        completions,
+        label,
+        rewards,
         weight=1.0 if weight is None else weight,
         tools=tools,
         template_kwargs=template_kwargs,
         date=str(fields["date"]) if fields.get("date") else None,
         cut={"true": True, "false": False}.get(cut),
-        spans=_spans(marks, understood.completions) if marks else (),
+        spans=_spans(marks, completions) if marks else (),
         extra=extras,
         # by the record's own names
         beside={
@@ -200,14 +207,16 @@ def _whole_prompt(prompt: Turns, history: list[dict], system: object) -> Turns:
     return [*earlier, *as_turns(prompt)] if earlier else prompt
 
 
-def _understand_form(fields: dict, kind: Kind) -> Record:
+def _understand_form(
+    fields: dict, kind: Kind
+) -> tuple[Turns, list[str | dict], bool | None, tuple]:
     """Prompt, completions, label and rewards, from the form that these fields have."""
     has_prompt = not fields.keys().isdisjoint(PROMPTS)
     if kind == "prompts":
         prompt = _prompt(fields)
         for name in OF_ANSWERS:
             fields.pop(name, None)
-        return Record(prompt, [])
+        return prompt, [], None, (None, None)
     # 1. which fields hold the completions, and how they are rated
     is_pair = "chosen" in fields or "rejected" in fields
     is_rated = "label" in fields
@@ -241,7 +250,7 @@ def _understand_form(fields: dict, kind: Kind) -> Record:
     prompts, completions = zip(*(_join(prompt, x, name) for x, name in zip(answers, names)))
     if prompts[0] != prompts[-1]:
         raise BadInput("rejected: its turns before the last one differ from those of chosen")
-    return Record(prompts[0], list(completions), label, rewards)
+    return prompts[0], list(completions), label, rewards
 
 
 def _join(prompt: Turns, completion: Turns, name: str) -> tuple[Turns, str | dict]:
@@ -304,7 +313,7 @@ def parse_json(text: str | bytes) -> object:
 
 def is_place(source: object) -> bool:
     """Whether a record's source is a place in the file that it was converted from: feedback.json:12."""
-    return isinstance(source, str) and bool(re.search(r":\d+$", source))
+    return isinstance(source, str) and bool(PLACE.search(source))
 
 
 def refuse_half_characters(name: str, text: str) -> None:
@@ -396,7 +405,8 @@ def _message(value: object, name: str) -> dict:
             message["content"] = "".join(part["text"] for part in parts)
         if role and (isinstance(message.get("content"), str) or "tool_calls" in message):
             message.setdefault("content", None)
-            return {**message, "role": role}
+            message["role"] = role
+            return message
     raise BadInput(
         f"{name}: expected a string, or messages with a known role and a text; got {value!r:.50}"
     )
