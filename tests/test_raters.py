@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tokenizers
 import tokens
 import torch
 import transformers
@@ -137,12 +136,13 @@ def test_a_question_has_the_answers_own_texts_and_the_request_what_the_settings_
     judge_server, tmp_path
 ):
     text = "{kind} | {prompt} | {completion} | {other}"
-    one = begun(tmp_path, judge_server.url, prompt=text, request='{"max_completion_tokens": 7}')
+    request = '{"max_completion_tokens": 7}'
+    one = begun(tmp_path, f"{judge_server.url}/v1/", prompt=text, request=request)
     one([Answer("a {completion}", "b {kind}", {"kind": "sum"}, False)])
     ((_, body),) = judge_server.asked
-    content = "sum | a {completion} | b {kind} | {other}"
-    messages = [{"role": "user", "content": content}]
+    messages = [{"role": "user", "content": "sum | a {completion} | b {kind} | {other}"}]
     assert body == {"model": "m", "messages": messages, "max_completion_tokens": 7}
+    assert Server("https://host/v1beta/openai/", None).url == "https://host/v1beta/openai"
 
 
 @pytest.mark.parametrize(
@@ -173,27 +173,9 @@ def test_a_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(
 ):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    port = judge_server.url.rpartition(":")[2]
-    for host in ("127.0.0.1", "localhost"):
-        assert begun(tmp_path, f"http://{host}:{port}")(answers(host)) == [len(host) % 2 == 0]
+    assert begun(tmp_path, judge_server.url)(answers("ab")) == [True]
     with pytest.raises(Failed, match="no reply as expected: .*refused"):
         begun(tmp_path, "http://judge.example")(answers("a"))
-
-
-@pytest.mark.parametrize(
-    "address, path",
-    [
-        ("", "/v1"),
-        ("/", "/v1"),
-        ("/v1/", "/v1"),
-        ("/v1beta/openai/", "/v1beta/openai"),  # Gemini's
-        ("/api/paas/v4", "/api/paas/v4"),  # GLM's
-    ],
-)
-def test_v1_is_added_to_an_address_without_a_path_alone(address, path):
-    assert Server(f"https://host:1{address}", None).url == f"https://host:1{path}"
 
 
 def test_the_key_goes_to_the_server_alone(judge_server, tmp_path, monkeypatch):
@@ -254,14 +236,23 @@ def test_a_run_learns_the_judges_verdicts_and_a_reply_that_is_none_is_no_thumb(
 # ---- examples/reward_model.py --------------------------------------------------------------------
 
 
+def score(folder: Path, dialogue: list[dict], completion: str) -> float:
+    """By transformers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    turns = [*dialogue, {"role": "assistant", "content": completion}]
+    text = "".join(f"<{turn['role']}>{turn['content']}\n" for turn in turns)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        return model(ids).logits.item()
+
+
 @pytest.mark.parametrize("threshold", ["0.125", "median"])
 def test_answers_have_the_scores_that_transformers_gives_to_their_dialogues(
     threshold, tiny, reward_folder, tmp_path
 ):
-    records = [{"system": "Be kind.", "instruction": f"say {i}", "label": True} for i in range(3)]
-    records = [{**r, "completion": "x"} for r in records]
-    data = tmp_path / "d.jsonl"
-    data.write_text("".join(json.dumps(r) + "\n" for r in records))
+    fields = {"system": "Be kind.", "completion": "x", "label": True}
+    data = tokens.write(tmp_path / "d.jsonl", *({"instruction": f"say {i}"} | fields for i in "ab"))
     template = tmp_path / "t.jinja"  # of the policy: another one than the reward model's
     template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
     argv = (*COMMON, f"--reward.model={reward_folder}", f"--reward.threshold={threshold}",
@@ -272,34 +263,24 @@ def test_answers_have_the_scores_that_transformers_gives_to_their_dialogues(
     )
     handed |= dict(checker=reward_file.reward_model, make_records=reward_file.with_dialogue)
     train(tiny, data, tmp_path / "run", *argv, program="online", **handed)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(reward_folder)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(reward_folder)
-
-    def score(question: str, completion: str) -> float:
-        turns = [("system", "Be kind."), ("user", question), ("assistant", completion)]
-        text = "".join(f"<{role}>{content}\n" for role, content in turns)
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-        with torch.no_grad():
-            return model(ids).logits.item()
-
     examples = rated(tmp_path / "run", 1)
-    file = tmp_path / "run" / "iterations" / "answers-1.jsonl"
-    texts = [json.loads(line)["completion"] for line in file.read_text().splitlines()]
     scores = []
-    for example, text in zip(examples, texts, strict=True):
-        question = json.loads(example["extra"]["dialogue"])[1]["content"]
-        scores.append(score(question, text))
+    lines = rows_in(tmp_path / "run" / "iterations" / "answers-1.jsonl")
+    for example, line in zip(examples, lines, strict=True):
+        dialogue = json.loads(example["extra"]["dialogue"])
+        assert [turn["role"] for turn in dialogue] == ["system", "user"]
+        scores.append(score(reward_folder, dialogue, line["completion"]))
         assert example["rewards"] == [pytest.approx(scores[-1], abs=1e-6), None]
     limit = float(np.median(scores)) if threshold == "median" else float(threshold)
     assert [e["label"] for e in examples] == [s > limit for s in scores]
     assert 0 < sum(e["label"] for e in examples) < len(examples)
     before = json.loads((tmp_path / "run" / "eval" / "before.json").read_text())
     shift = 0.0 if threshold == "median" else limit
-    expected = []
+    expected = 0
     for answer in before["answers"]:
-        s = score(json.loads(answer["fields"]["dialogue"])[1]["content"], answer["completion"])
-        expected.append(1 / (1 + np.exp(shift - s)))
-    assert before["right"] == pytest.approx(sum(expected), abs=1e-6) and before["of"] == 2
+        s = score(reward_folder, json.loads(answer["fields"]["dialogue"]), answer["completion"])
+        expected += 1 / (1 + np.exp(shift - s))
+    assert before["right"] == pytest.approx(expected, abs=1e-6) and before["of"] == 2
 
 
 def test_what_is_no_reward_model_is_refused(tiny, reward_folder, tmp_path):
@@ -320,58 +301,27 @@ def test_what_is_no_reward_model_is_refused(tiny, reward_folder, tmp_path):
         load(saved(), "cpu")
 
 
-def reader(folder: Path, model: transformers.PreTrainedModel, template: str) -> RewardModel:
-    """The model with the tokenizer that is in the folder and this template, as a run of 31 January loads it."""
-    model.save_pretrained(folder)
+def reader(folder: Path, template: str) -> RewardModel:
+    """A small reward model with the tokenizer of tiny and this template, as a run of 31 January loads it."""
+    shutil.copytree(tokens.FILES, folder, dirs_exist_ok=True)
+    sizes = dict(n_positions=40, n_embd=32, n_layer=1, n_head=2, vocab_size=600)
+    config = transformers.GPT2Config(**sizes, num_labels=1, pad_token_id=0)
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template)
     one = RewardModel()
     one.load(reward_file.RewardSettings(str(folder)), "cpu", "2026-01-31")
     return one
 
 
-def small(config: type, **changes) -> transformers.PretrainedConfig:
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-    sizes |= dict(num_key_value_heads=2, max_position_embeddings=64, vocab_size=600)
-    return config(**sizes, num_labels=1, pad_token_id=0, **changes)
-
-
 def dialogue(*turns: dict, answer: str) -> Answer:
     return Answer("", answer, {"dialogue": json.dumps(turns)}, False)
 
 
-def read_text(one: RewardModel, answer: Answer) -> str:
-    """What the reward model reads."""
-    return one.tokenizer.decode(one.encode(answer)[0])
-
-
-LINES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
 USER = {"role": "user", "content": "3 apples, 12 figs"}
 
 
-def test_a_reward_model_reads_the_ids_of_its_tokenizer_json(tmp_path):
-    """transformers 5 builds a Llama's tokenizer over bytes anew, and its texts lose their blanks."""
-    file = tokens.real("r1-distill", tmp_path) / "tokenizer_config.json"
-    changed = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
-    file.write_text(json.dumps(changed))
-    model = transformers.LlamaForSequenceClassification(small(transformers.LlamaConfig))
-    one = reader(tmp_path, model, LINES)
-    given = dialogue(USER, answer="the best of all")
-    expected = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(
-        "<user> 3 apples, 12 figs\n<assistant> the best of all\n", add_special_tokens=False
-    )
-    assert one.encode(given).tolist() == [expected.ids]
-    with torch.no_grad():
-        score = model.eval()(torch.tensor([expected.ids])).logits.item()
-    assert one.scores([given]) == [pytest.approx(score, abs=1e-5)]
-
-
 def test_a_score_that_is_no_number_and_a_dialogue_that_is_too_long_are_refused(tmp_path):
-    shutil.copytree(tokens.FILES, tmp_path, dirs_exist_ok=True)
-    model = transformers.GPT2ForSequenceClassification(
-        transformers.GPT2Config(n_positions=40, n_embd=32, n_layer=1, n_head=2, vocab_size=600,
-                                num_labels=1, pad_token_id=0)
-    )  # fmt: skip
-    one = reader(tmp_path, model, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    one = reader(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
     short, long = (dialogue({**USER, "content": "a"}, answer="z!" * n) for n in (19, 20))
     assert [one.encode(x).shape[1] for x in (short, long)] == [39, 41]
     one.scores([short])
@@ -382,13 +332,11 @@ def test_a_score_that_is_no_number_and_a_dialogue_that_is_too_long_are_refused(t
         one.scores([short])
 
 
-def test_a_reward_model_reads_the_runs_day(tmp_path):
-    shutil.copytree(tokens.FILES, tmp_path, dirs_exist_ok=True)
-    model = transformers.LlamaForSequenceClassification(small(transformers.LlamaConfig))
-    one = reader(tmp_path, model, "{{ strftime_now('%d %b %Y') }}\n" + LINES)
-    assert read_text(one, dialogue(USER, answer="figs")) == (
-        "31 Jan 2026\n<user> 3 apples, 12 figs\n<assistant> figs\n"
-    )
+def test_a_reward_model_reads_the_runs_day_and_no_tools(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    one = reader(tmp_path, template)
+    (ids,) = one.encode(dialogue(USER, answer=" a"))
+    assert one.tokenizer.decode(ids) == "31 Jan 20263 apples, 12 figs a"
     with pytest.raises(BadInput, match="^tools: the reward model does not read them$"):
         reward_file.with_dialogue({"prompt": "a", "tools": [{"name": "f"}]})
 
