@@ -117,24 +117,11 @@ def test_each_bad_record_has_one_line_that_says_where_and_why(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "record, template, reason",
-    [
-        ("", None, ": no records"),
-        (rated("", "c"), None, ":1: prompt: it has no tokens"),
-        (
-            rated([user("p")], "c"),
-            "always the same",
-            ":1: user: the chat template does not write its content",
-        ),
-        (rated([user("p")], "c"), "{{ raise_exception('a') }}", ":1: chat template: a"),
-    ],
+    "record, reason", [("", ": no records"), (rated("", "c"), ":1: prompt: it has no tokens")]
 )
-def test_a_record_that_cannot_be_learned_from_is_refused_with_its_line(
-    tmp_path, record, template, reason
-):
+def test_a_record_that_cannot_be_learned_from_is_refused_with_its_line(tmp_path, record, reason):
     source = write(tmp_path / "d.jsonl", record)
-    tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
-    (line,) = refusal(source, tokenizer)
+    (line,) = refusal(source, plain())
     assert line.startswith(f"{source}{reason}")
 
 
@@ -145,10 +132,7 @@ HALF = "x \ud83c"  # of a pair of two: an emoji that was cut in two
     "record, field",
     [
         (rated("p", HALF), "completion"),
-        (rated([user(HALF)], [bot("c")]), "prompt"),
         (rated(tools=[{"name": "f", "description": HALF}]), "tools"),
-        ({"prompt": "p", "chosen": "c", "rejected": HALF}, "rejected"),
-        (rated(note=HALF), "note"),
         (rated(**{HALF: 1}), "record"),
     ],
 )
@@ -179,23 +163,22 @@ def test_what_a_tokenizer_raises_has_the_line_of_its_record(tmp_path):
 
 @pytest.mark.parametrize("kind", ["paired", "rated"])
 def test_pairs_with_two_equal_answers_are_counted_and_left_out(tmp_path, kind):
-    answers = [("good", "good"), ("best", "bad"), ("abcde", "abcdf"), ("c", " c")]
+    answers = [("good", "good"), ("best", "bad"), ("abcde", "abcdf")]
     records = [{"prompt": "p", "chosen": x, "rejected": y} for x, y in answers]
     source = write(tmp_path / "d.jsonl", *records)
     # within 4 tokens the third pair is equal, too
-    for limit, numbers in ((64, [2, 3, 4]), (4, [2, 4])):
+    for limit, lines in ((64, {"2", "3"}), (4, {"2"})):
         found, counts = load(source, plain(), kind, max_completion=limit)
-        assert list(dict.fromkeys(e.where for e in found)) == [f"{source}:{n}" for n in numbers]
-        assert counts["equal pairs, dropped"] == len(answers) - len(numbers)
-    source = write(tmp_path / "e.jsonl", records[0], records[0])
-    (line,) = refusal(source, plain(), kind)
-    assert line.startswith(f"{source}: no records; ") and "2 equal pairs" in line
+        assert {e.where[-1] for e in found} == lines
+        assert counts["equal pairs, dropped"] == 3 - len(lines)
+    (line,) = refusal(write(tmp_path / "e.jsonl", records[0]), plain(), kind)
+    assert "no records; " in line and "1 equal pairs" in line
 
 
 # ---- tables --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", ["undesirable desirable neutral", "up down other", "1 0 2"])
+@pytest.mark.parametrize("names", ["undesirable desirable neutral", "1 0 2"])
 def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, names):
     text = datasets.Value("string")
     columns = {
@@ -206,9 +189,9 @@ def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, nam
     features = datasets.Features(columns)
     numbers = [0, 1, 2, -1, None]
     table = datasets.Dataset.from_list([rated(label=i) for i in numbers], features=features)
-    good = [names.split()[i] in ("desirable", "up", "1") for i in (0, 1)]
     table.select([0, 1]).to_parquet(tmp_path / "d.parquet")
-    assert [e.label for e in read(tmp_path / "d.parquet", plain())] == good
+    up = [e.label for e in read(tmp_path / "d.parquet", plain())]
+    assert up == [name in ("desirable", "1") for name in names.split()[:2]]
     table.save_to_disk(tmp_path / "d")
     neither, *no_class = refusal(tmp_path / "d", plain())
     assert "d:3: label: expected true, false" in neither and names.split()[2] in neither
@@ -248,19 +231,13 @@ def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypa
     table.save_to_disk(tmp_path / "a")
     pd.DataFrame(RECORDS).to_parquet(tmp_path / "c.parquet")
     # a cell of a csv file holds what has parts as a text of JSON
-    cells = pd.DataFrame(
-        [
-            {k: json.dumps(x) if isinstance(x, list | dict) else x for k, x in e.items()}
-            for e in RECORDS
-        ]
-    )
-    cells.to_csv(tmp_path / "a.csv", index=False)
-    cells.to_csv(tmp_path / "b.csv", index=False, sep=";")
+    cells = pd.DataFrame(RECORDS).map(lambda x: json.dumps(x) if isinstance(x, list | dict) else x)
+    cells.to_csv(tmp_path / "a.csv", index=False, sep=";")
     cells.to_csv(tmp_path / "a.tsv", index=False, sep="\t")
     limits = dict(max_prompt=9999, max_completion=99)
     right = [(ids(e), e.label, e.weight) for e in read(source, tokenizer, **limits)]
     assert len({str(x) for x in right}) == 4, "else nothing is compared"
-    for name in "a.json a.csv b.csv a.tsv a.parquet c.parquet a hub".split():
+    for name in "a.json a.csv a.tsv a.parquet c.parquet a hub".split():
         found = [(ids(e), e.label, e.weight) for e in read(tmp_path / name, tokenizer, **limits)]
         assert found == right, name
 
@@ -282,9 +259,7 @@ def test_messages_are_the_same_ids_however_a_file_holds_them(tmp_path):
         with pytest.raises(BadInput, match=f":1: completion: {reason}"):
             read_as(wrong)
     (e,) = read(write(tmp_path / "d.jsonl", rated([user("p")], '[{"role": "cook"}]')), chat())
-    assert chat().decode(e.completions[0]).startswith('[{"role": "cook"}]'), (
-        "another JSON is a text"
-    )
+    assert '[{"role": "cook"}]' in chat().decode(e.completions[0]), "another JSON is a text"
 
 
 def test_held_out_ratings_that_are_trained_on_are_counted(tmp_path, capsys):
@@ -351,52 +326,37 @@ def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, file):
 def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_path):
     text = "a b c d f g"
     tokens = ids_of(plain(), text)
-    assert len(tokens) == 6 and len(set(tokens)) == 6
-    records = rated(text, text), rated(text[:7], text[:5]), rated(text[:5])
+    records = rated(text, text), rated(text[:7], text[:5])
     source = write(tmp_path / "d.jsonl", *records)
-    (long, fits, short), counts = load(source, plain(), "rated", 4, 4)
+    (long, fits), counts = load(source, plain(), "rated", 4, 4)
     assert ids(long) == [tokens[-4:], tokens[:4]]
     assert ids(fits) == [tokens[:4], [*tokens[:3], EOS]]
-    assert ids(short)[0] == tokens[:3]
     assert (counts["prompts cut"], counts["completions cut"]) == (1, 1)
-    (e, *_), counts = load(source, plain(), "rated", 6, 6)
+    (e, _), counts = load(source, plain(), "rated", 6, 6)
     assert ids(e)[1] == tokens and counts["completions cut"] == 1, "its EOS alone is over the limit"
 
 
-# ---- the hash, sources ---------------------------------------------------------------------------
-
-
 def test_the_hash_is_of_all_that_is_learned_from_and_of_nothing_else():
-    def hashed(*examples, part="train") -> str:
-        return examples_hash({"train": [], "val": []} | {part: list(examples)})
-
     a, b = example([1], [2, 3]), example([4], [5])
-    others = [
-        hashed(a, b),
-        hashed(a, b, part="val"),
-        hashed(b, a),
-        hashed(example([1], [2, 6]), b),
-        hashed(example([1, 2], [3]), b),
-        hashed(example([1], [2], [3]), b),
-        hashed(a._replace(label=False), b),
-        hashed(a._replace(weight=2.0), b),
-        hashed(a._replace(rewards=(1.0, None)), b),
-        hashed(a._replace(extra={"note": 2.0}), b),
-    ]
-    assert len(set(others)) == len(others)
-    assert hashed(a._replace(where="elsewhere:7"), b) == hashed(a, b)
+    one = {"train": [a, b]}
+    others = [{"val": [a, b]}, {"train": [b, a]}]
+    for other in (example([1], [2, 6]), example([1, 2], [3]), example([1], [2], [3])):
+        others.append({"train": [other, b]})
+    changes = dict(label=False, weight=2.0, rewards=(1.0, None), extra={"n": 2.0}, token_label=[1])
+    others += [{"train": [a._replace(**{name: x}), b]} for name, x in changes.items()]
+    assert len({examples_hash(splits) for splits in [one, *others]}) == 1 + len(others)
+    assert examples_hash({"train": [a._replace(where="elsewhere:7"), b]}) == examples_hash(one)
 
 
 def test_several_sources_are_given_by_commas_and_patterns(tmp_path):
     for name in "bac":
         write(tmp_path / f"{name}.jsonl", rated(name), rated())
-    found = read(f"{tmp_path}/c.jsonl, {tmp_path}/[ab].jsonl", plain())
-    assert [e.where for e in found] == [
-        f"{tmp_path}/{name}.jsonl:{i}" for name in "cab" for i in (1, 2)
-    ]
-    prompts = read(f"{tmp_path}/c.jsonl, {tmp_path}/[ab].jsonl", plain(), "prompts")
-    first = [f"{tmp_path}/{name}" for name in ("c.jsonl:1", "c.jsonl:2", "a.jsonl:1", "b.jsonl:1")]
-    assert [e.where for e in prompts] == first, "online.py asks a prompt once"
+    sources = f"{tmp_path}/c.jsonl, {tmp_path}/[ab].jsonl"
+    places = [e.where.removeprefix(f"{tmp_path}/") for e in read(sources, plain())]
+    assert places == [f"{name}.jsonl:{i}" for name in "cab" for i in (1, 2)]
+    prompts = [e.where.removeprefix(f"{tmp_path}/") for e in read(sources, plain(), "prompts")]
+    first = ["c.jsonl:1", "c.jsonl:2", "a.jsonl:1", "b.jsonl:1"]
+    assert prompts == first, "online.py asks a prompt once"
     bad = write(tmp_path / "bad.jsonl", rated(), rated(label="?"))
     assert refusal(f"{tmp_path}/a.jsonl,{bad}", plain())[0].startswith(f"{bad}:2: label: ")
 
@@ -416,18 +376,15 @@ def test_a_fork_makes_records_of_a_raw_one_and_a_resume_compares_them(tiny, tmp_
 
     def joined(click: dict) -> list[dict]:
         answer = texts.get(click["of"])
-        return (
-            [{"prompt": click["of"], "completion": answer, "label": click["up"]}] if answer else []
-        )
+        return [rated(click["of"], answer, click["up"])] if answer else []
 
-    argv = ["--batch_size=4", "--max_steps=2", "--data.max_prompt=16", "--data.max_completion=32"]
+    argv = ["--batch_size=4", "--data.max_prompt=16", "--data.max_completion=32"]
     out = tmp_path / "out"
-    run = train(tiny, source, out, *argv, make_records=joined)
+    run = train(tiny, source, out, "--max_steps=2", *argv, make_records=joined)
     assert [row["step"] for row in run["rows"]] == [1, 2]
-    again = ["--resume=auto", "--max_steps=3", *argv[:1], *argv[2:]]
     texts["0"] = "another answer"
     with pytest.raises(BadInput, match="records"):
-        train(tiny, source, out, *again, make_records=joined)
+        train(tiny, source, out, "--resume=auto", "--max_steps=3", *argv, make_records=joined)
 
 
 def test_a_line_of_an_error_names_the_source_of_a_converted_record(tmp_path):
@@ -444,17 +401,12 @@ def test_a_line_of_an_error_names_the_source_of_a_converted_record(tmp_path):
 
 
 def test_the_table_counts_what_may_be_a_mistake(tmp_path):
-    def counted(tokenizer, *records) -> dict:
-        _, counts = load(write(tmp_path / "d.jsonl", *records), tokenizer)
-        return {what: n for what, n in counts.items() if n and what.startswith("with ")}
-
-    assert counted(plain(), rated("p", "c"), rated("p", "a p")) == {}
-    assert counted(plain(), rated("p", " ")) == {"with an empty completion": 1}
     mark = "<|im_end|>"
     dialogue = rated([user(f"what is {mark}, {mark}?")], [bot("an end")])
-    assert counted(chat(), dialogue, rated([user("p")], [bot("c")])) == {
-        f"with {mark} in a text": 1
-    }
+    records = [dialogue, rated([user("p")], [bot(" ")]), rated([user("p")], [bot("c")])]
+    _, counts = load(write(tmp_path / "d.jsonl", *records), chat())
+    found = {what: n for what, n in counts.items() if n and what.startswith("with ")}
+    assert found == {f"with {mark} in a text": 1, "with an empty completion": 1}
 
 
 def test_the_table_counts_what_was_read(tmp_path):
@@ -488,8 +440,7 @@ def test_one_file_is_split_by_prompt(tmp_path):
     train = write(tmp_path / "t.jsonl", *records)
     parts, _ = parts_of(Data(train=train, split="2,1,1"))
     kept = [{e.prompt_key for e in part} for part in parts.values()]
-    assert [*parts] == ["train", "val", "test"] and all(kept)
-    assert sum(map(len, parts.values())) == 300 and sum(map(len, kept)) == 100
+    assert sum(map(len, parts.values())) == 300 and sum(map(len, kept)) == 100 and all(kept)
     fewer = write(tmp_path / "f.jsonl", *random.Random(0).sample(records, 50))
     again, _ = parts_of(Data(train=fewer, split="0.5, 0.25, 0.25"))
     assert all({e.prompt_key for e in part} <= own for part, own in zip(again.values(), kept))
@@ -501,13 +452,13 @@ def test_one_file_is_split_by_prompt(tmp_path):
 @pytest.mark.parametrize(
     "given, context, limits",
     [
-        ((None, None), 128, (64, 64)),
         ((None, None), 101, (50, 51)),
         ((None, None), 100_000, (1024, 1024)),
         ((100, None), 128, (100, 28)),
         ((None, 100), 128, (28, 100)),
         ((64, 64), 128, (64, 64)),
-        *((given, 128, None) for given in ((65, 64), (128, None), (None, 128), (1, 128))),
+        ((65, 64), 128, None),
+        ((None, 128), 128, None),
     ],
 )
 def test_the_limits_fill_the_context_by_default_and_never_exceed_it(given, context, limits):
@@ -590,12 +541,11 @@ def test_a_step_has_rewards_labels_weights_numbers_of_prompts_and_the_records_fi
     b = example([1], [3], label=False, extra={"n": 2, "s": "y"}, weight=0.5)
     c = example([4], [2], extra={"n": 4, "s": "z"})
     step = Step([a, b, c])
-    assert step.reward.tolist() == [0.25, 0, 1] and step.group.tolist() == [0, 0, 1]
     assert step.weight.tolist() == [1, 0.5, 1] and (step.size, step.n_desirable) == (3, 2)
-    batch = step.micro_batch(Part([2, 0]))
-    assert batch.reward.tolist() == [1, 0.25] and batch.group.tolist() == [1, 0]
-    assert batch.extra("s") == ["z", "x"] and batch.extra("n").tolist() == [4, 1]
-    assert step.micro_batch(Part([1])).label.tolist() == [False]
+    batch = step.micro_batch(Part([2, 0, 1]))
+    assert batch.reward.tolist() == [1, 0.25, 0] and batch.group.tolist() == [1, 0, 0]
+    assert batch.label.tolist() == [True, True, False]
+    assert batch.extra("s") == ["z", "x", "y"] and batch.extra("n").tolist() == [4, 1, 2]
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------
@@ -625,13 +575,6 @@ def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micr
             assert not over or tokens and len(index) == 1
             alone += over
     assert fillers > 50 and alone > 50
-
-
-def test_a_split_by_hand():
-    filler = Part([0], True)
-    assert split([9] * 5, 2, 2, None) == [[Part([0, 2]), Part([4])], [Part([1, 3]), filler]]
-    assert split([3, 9, 4, 2], 1, None, 6) == [[Part([1]), Part([2, 3]), Part([0])]]
-    assert split([3, 9, 4, 2], 2, None, 9) == [[Part([1])], [Part([0, 2, 3])]]
 
 
 # ---- order ---------------------------------------------------------------------------------------
