@@ -13,6 +13,9 @@ import rollout
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
+from rate.__main__ import RateSettings
+from rate.desk import Desk
+from rate.ratings import Ratings
 from records.examples import load_examples
 from records.tokenizer import Tokenizer
 
@@ -73,7 +76,7 @@ PROMPTS = [
     {"prompt": "one", "tools": [TOOL]},
     {"prompt": "one", "chat_template_kwargs": {"enable_thinking": False}},
     {"prompt": "one", "date": "2020-02-03"},
-    {"prompt": "one", "solution": 1},
+    {"prompt": "one", "solution": 2**62 + 1},
     {"prompt": "one", "solution": 2},
     {"prompt": QUESTION, "completion": "an old answer", "label": False, "weight": 0.5},
 ]
@@ -81,26 +84,43 @@ PROMPTS = [
 OTHERWISE = dict(date="2021-05-06", chat_template_kwargs="enable_thinking=false,x=1")
 
 
-@pytest.mark.parametrize("options", [[], ["--chat_template_kwargs=enable_thinking=false"]])
-def test_kto_learns_from_exactly_the_prompts_that_generate_py_has_answered(
-    options, model, sampled, tmp_path
+def answered_by_program(model: Path, prompts: Path, out: Path, style: str | None) -> None:
+    argv = [f"--model={model}", f"--prompts={prompts}", f"--out={out}", "--max_new_tokens=3"]
+    generate.main([*argv, *([f"--chat_template_kwargs={style}"] if style else [])])
+    rows = lines_of(out)
+    write(out, *[row | {"label": True} for row in rows])
+
+
+def answered_on_the_page(model: Path, prompts: Path, out: Path, style: str | None) -> None:
+    """Each thumb takes its card off."""
+    asked = generate.AskedModel(str(model), False, style)
+    records = list(generate.read_prompts(str(prompts), asked.asked).values())
+    settings = RateSettings(model=str(model), max_new_tokens=3)
+    desk = Desk("m", asked, settings, Ratings(out), records)
+    while cards := desk.state()["cards"]:
+        answer = desk.answer({"record": cards[0]["record"]})
+        desk.rate({"record": answer["record"], "label": True})
+        assert len(desk.state()["cards"]) == len(cards) - 1
+
+
+@pytest.mark.parametrize("style", [None, "enable_thinking=false"])
+@pytest.mark.parametrize("answer_all", [answered_by_program, answered_on_the_page])
+def test_kto_learns_from_exactly_the_prompts_that_were_answered(
+    answer_all, style, model, sampled, tmp_path
 ):
     prompts, out = write(tmp_path / "p.jsonl", *PROMPTS), tmp_path / "a.jsonl"
-    argv = [f"--model={model}", f"--prompts={prompts}", f"--out={out}", "--max_new_tokens=3"]
-    generate.main([*argv, *options])
+    answer_all(model, prompts, out, style)
     rows = lines_of(out)
-    n = len(PROMPTS) - 1 - bool(options)  # with the option two records ask the same
+    n = len(PROMPTS) - 1 - bool(style)  # with the setting two records ask the same
     assert len(rows) == len(sampled) == n
-    labelled = write(tmp_path / "l.jsonl", *[row | {"label": True} for row in rows])
-    examples, counts = trained(model, labelled, **OTHERWISE)
+    assert [row["solution"] for row in rows if "solution" in row] == [2**62 + 1, 2]
+    examples, counts = trained(model, out, **OTHERWISE)
     assert [list(e.prompt) for e in examples] == sampled
     assert len({tuple(ids) for ids in sampled}) == n - 2, "a solution is no part of the text"
     assert counts["with a cut answer, which gets no end"] == n
     # the template would write a thinking before an answer, and an end after it
     tokenizer = Tokenizer(Source(model))
-    ended, _ = trained(
-        model, write(labelled, *[row | {"label": True, "cut": False} for row in rows])
-    )
+    ended, _ = trained(model, write(out, *[row | {"cut": False} for row in rows]))
     for cut, whole, row in zip(examples, ended, rows, strict=True):
         texts = [tokenizer.decode(e.completions[0], special_tokens=True) for e in (cut, whole)]
         assert texts == [row["completion"], row["completion"] + "<|pad|>"]
@@ -118,7 +138,7 @@ def test_online_iterations_write_records_that_kto_learns_from(model, sampled, tm
     argv += ["--batch_size=4", "--online.max_new_tokens=3", "--eval.samples=0"]
     train(model, prompts, tmp_path / "run", *argv, program="online", checker=checker)
     whole = {answer.fields["solution"] for answer in seen}
-    assert whole == {1, 2, 2**60 + 1} and {type(x) for x in whole} == {int}
+    assert whole == {2, 2**60 + 1, 2**62 + 1} and {type(x) for x in whole} == {int}
     answered, rated = (
         lines_of(tmp_path / f"run/iterations/{x}-1.jsonl") for x in ("answers", "rated")
     )

@@ -13,25 +13,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 import yaml
 from conftest import ROOT, Started, start, until
 
-from infra.settings import Data
-from models.hub import Source
-from records.examples import load_examples
-from records.tokenizer import Tokenizer
-
 QUESTION = [{"role": "user", "content": "What is <b>rust</b>?"}]
 ANSWER = "Iron & <i>air</i>."
-# a day, tools, and a setting
-TEMPLATE = """
-{%- if strftime_now is defined %}{{ strftime_now('%Y %j') }} {% endif %}{{ style or '' }}
-{%- for t in tools or [] %}tool {{ t.function.name }} {% endfor %}
-{%- for m in messages %}{{ '<' + m.role + '>' + m.content + '<|pad|>' }}{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}
-"""
 
 
 class Client:
@@ -204,23 +190,6 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(text, option, fault, tmp
 # ---- answers -------------------------------------------------------------------------------------
 
 
-def test_the_own_model_answers_as_transformers_does(opened, tiny):
-    page = opened(f"--model={tiny}", "--temperature=0", "--max_new_tokens=9")
-    assert page("/state")[1]["chat"] is False, "this model has no chat template"
-    prompt = "The cat sat on"
-    code, reply = page("/answer", {"prompt": prompt})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    ids = torch.tensor([tokenizer(prompt).input_ids])
-    whole = model.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)
-    theirs = whole[0, ids.shape[1] :]
-    assert code == 200 and reply["text"] == tokenizer.decode(theirs, skip_special_tokens=True)
-    assert reply["cut"] is (theirs[-1].item() != 0)
-    page("/rate", {"record": reply["record"], "label": True})
-    rating = {"prompt": prompt, "completion": reply["text"], "cut": reply["cut"], "label": True}
-    assert lines() == [rating]
-
-
 @pytest.mark.parametrize(
     "path, body, said",
     [
@@ -251,44 +220,6 @@ def test_the_prompts_of_a_file_are_shown_but_those_with_a_thumb(opened, chat, tm
     assert [card["prompt"] for card in state["cards"]] == [one, QUESTION, two]
     page.rate(True)
     assert [card["prompt"] for card in page("/state")[1]["cards"]] == [one, two]
-
-
-def test_thumbs_train_the_prompts_that_were_answered_and_equal_questions_may_differ_otherwise(
-    opened, tiny, tmp_path
-):
-    """By transformers' own rendering. The whole number beside a prompt has more bits than one of a browser."""
-    model = shutil.copytree(tiny, tmp_path / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    own_style = {"chat_template_kwargs": {"style": "b"}}
-    more = [{}, {"tools": tools}, own_style, {"date": "2020-02-03"}, {"id": 2**62 + 1}, {}]
-    rows = [{"prompt": "one"} | fields for fields in more]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = f"--model={model}", "--prompts=p.jsonl", "--chat_template_kwargs=style=a"
-    page = opened(*argv, "--max_new_tokens=3")
-    cards = page("/state")[1]["cards"]
-    assert len(cards) == 5, "the last one is the first one again"
-    for i, card in enumerate(cards):
-        answer = page("/answer", {"record": card["record"]})[1]
-        assert page("/rate", {"record": answer["record"], "label": i % 2 == 0})[0] == 200
-        assert len(page("/state")[1]["cards"]) == 4 - i
-    page("/rate", {"prompt": QUESTION, "completion": ANSWER, "label": True})  # of a chat
-    assert lines()[4]["id"] == 2**62 + 1
-    t = transformers.AutoTokenizer.from_pretrained(model)
-    expected = []
-    for fields in [*more[:5], {"prompt": QUESTION}]:
-        fields = {"style": "a"} | fields | fields.get("chat_template_kwargs", {})
-        prompt = fields.get("prompt", [{"role": "user", "content": "one"}])
-        given = dict(tools=fields.get("tools"), style=fields["style"], add_generation_prompt=True)
-        text = t.apply_chat_template(prompt, tokenize=False, **given)
-        if "date" in fields:
-            text = text.replace(text[:8], "2020 034")
-        expected.append(t.encode(text, add_special_tokens=False))
-    tokenizer = Tokenizer(Source(model), None, "2021-05-06", "style=c")
-    data = Data("ratings.jsonl", max_prompt=99, max_completion=20)
-    examples, _ = load_examples("ratings.jsonl", tokenizer, "rated", data)
-    assert [list(e.prompt) for e in examples] == expected
-    assert [e.label for e in examples] == [True, False, True, False, True, True]
 
 
 # ---- who may ask ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from test_convert import convert
 from test_data import parts_of
 from tokens import bos, bot, chat, plain, rated, user, write
 
@@ -75,25 +74,6 @@ def test_prompts_that_only_look_alike_are_split_by_themselves(tmp_path):
     source = write(tmp_path / "d.jsonl", *map(rated, prompts))
     parts, _ = parts_of(Data(source, split="50,50"), tokenizer=bos())  # for the empty prompt
     assert min(len(parts["train"]), len(parts["val"])) > 18
-
-
-def test_all_rated_messages_of_one_chat_are_in_one_part(tmp_path):
-    """Two versions of the first question are two beginnings, but one record of the file."""
-    chats = []
-    for i in range(40):
-        messages = []
-        for name in "xy":
-            question = {"id": f"{name}1", "role": "user", "content": f"{name} {i}?", "parent": None}
-            answer = {"id": f"{name}2", "role": "assistant", "content": f"{i}"}
-            messages += [question, answer | {"parent": f"{name}1", "thumb": name == "x"}]
-        chats.append({"messages": messages})
-    source = write(tmp_path / "d.jsonl", *chats)
-    columns = "messages=messages,id=.id,parent=.parent,label=.thumb"
-    converted = convert(source, columns=columns, labels="up=true,down=false")
-    parts, _ = parts_of(Data(converted, split="50,50"), tokenizer=chat())
-    answers = [[e.completions[0].tobytes() for e in parts[name]] for name in ("train", "val")]
-    assert len(answers[0]) + len(answers[1]) == 80 and min(map(len, answers)) > 24
-    assert not set(answers[0]) & set(answers[1])
 
 
 # ---- the table -----------------------------------------------------------------------------------
