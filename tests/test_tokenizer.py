@@ -29,6 +29,21 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
+def bpe(path: Path, letters: str, unknown: str | None, change=None) -> Tokenizer:
+    """A BPE without bytes, which knows these letters alone."""
+    vocab = {x: i for i, x in enumerate(["<s>", "</s>", "<unk>", *letters])}
+    t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token=unknown))
+    t.add_special_tokens(["<s>", "</s>", "<unk>"])
+    t.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    if change:
+        change(t)
+    t.save(str(path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": unknown}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text("{}")
+    return Tokenizer(Source(path))
+
+
 # ---- BOS and EOS ---------------------------------------------------------------------------------
 
 
@@ -53,36 +68,30 @@ def test_all_that_a_tokenizer_puts_before_a_text_begins_a_plain_prompt_and_stays
         t.post_processor = TemplateProcessing(single=single, special_tokens=special)
 
     path = tokens.folder(tmp_path, first, change=add_prefix)
-    theirs = AutoTokenizer.from_pretrained(path)
+    whole = AutoTokenizer.from_pretrained(path)("abcdef").input_ids
     for prompt in ("abcdef", "[gMASK]<sop>abcdef"):
         source = tokens.write(tmp_path / "d.jsonl", tokens.rated(prompt))
-        limits = dict(max_completion=8, max_prompt=20)
-        (e,), _ = load_examples(source, Tokenizer(Source(path)), "rated", Data(source, **limits))
-        assert e.prompt.tolist() == theirs("abcdef").input_ids
-        (e,), _ = load_examples(
-            source, Tokenizer(Source(path)), "rated", Data(source, **limits | {"max_prompt": 4})
-        )
-        assert e.prompt.tolist() == [*theirs("abcdef").input_ids[:2], *theirs("ef").input_ids[2:]]
+        for limit in (20, 4):
+            data = Data(source, max_completion=8, max_prompt=limit)
+            (e,), _ = load_examples(source, Tokenizer(Source(path)), "rated", data)
+            assert e.prompt.tolist() == [*whole[:2], *whole[2:][-(limit - 2) :]]
 
 
 @pytest.mark.parametrize("unknown", ["<unk>", None])
-@pytest.mark.parametrize("splits", [None, "Metaspace"])
+@pytest.mark.parametrize("splits", [False, True])
 def test_a_vocabulary_without_the_letter_a_gives_its_own_ids(splits, unknown, tmp_path):
     """Such as that of a model of proteins."""
-    vocab = {x: i for i, x in enumerate(["<s>", "</s>", "<unk>", *"ACDEFGHIKLMNPQRSTVWY▁"])}
-    t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token=unknown))
-    t.add_special_tokens(["<s>", "</s>", "<unk>"])
-    if splits:
-        t.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    t.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    t.save(str(tmp_path / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": unknown}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text("{}")
-    ours = Tokenizer(Source(tmp_path))
-    ((ids, (answer,)),) = ours.encode_all([("MKTAYI", ["AKQRQ"])], by_template=False)
-    assert ours.adds_space == bool(splits) and ids == t.encode("MKTAYI").ids
-    assert answer == [*map(vocab.get, "AKQRQ"), 1]
+
+    def change(t: tokenizers.Tokenizer) -> None:
+        if splits:
+            t.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+
+    letters = "ACDEFGHIKLMNPQRSTVWY▁"
+    ours = bpe(tmp_path, letters, unknown, change)
+    ((ids, (answer,)),) = ours.encode_all([("MK", ["AKQ"])], by_template=False)
+    expected = [0, *([3 + letters.index("▁")] * splits), *(3 + letters.index(x) for x in "MK")]
+    assert ours.adds_space == splits and ids == expected
+    assert answer == [*(3 + letters.index(x) for x in "AKQ"), 1]
 
 
 def test_what_only_looks_like_a_bos_is_none(tmp_path):
@@ -144,17 +153,11 @@ def test_the_text_of_an_answer_behind_its_prompt_is_the_ids_that_were_sampled(na
 
 
 def test_letters_that_the_tokenizer_does_not_know_are_counted(tmp_path):
-    """A BPE without bytes, as KoGPT2's, reads a line break as <unk>, which the thumbs then push up or down."""
-    vocab = {x: i for i, x in enumerate(["<unk>", "</s>", "a", "b", " "])}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
-    bpe.save(str(tmp_path / "tokenizer.json"))
-    config = {"eos_token": "</s>", "unk_token": "<unk>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text("{}")
+    """KoGPT2's tokenizer reads a line break as <unk>, which the thumbs then push up or down."""
     records = [rated("a b", " b"), rated("a", "b\nb"), rated("a\U0001f600", "b")]
     source = write(tmp_path / "d.jsonl", *records)
     data = Data(source, max_prompt=9, max_completion=9)
-    for t, n in ((Tokenizer(Source(tmp_path)), 2), (tokens.plain(), 0)):
+    for t, n in ((bpe(tmp_path, "ab ", "<unk>"), 2), (tokens.plain(), 0)):
         _, counts = load_examples(source, t, "rated", data)
         assert counts["with letters that the tokenizer does not know"] == n
 
@@ -216,19 +219,10 @@ def test_tokens_that_the_config_leaves_to_the_class_are_known(tmp_path):
 
 def test_what_a_tokenizer_does_not_know_is_no_end_of_an_answer(tmp_path, capsys):
     """A template ends an answer in a line break, for which this tokenizer has <unk> alone."""
-    path = tokens.real("llama-2", tmp_path)
-    t = json.loads((path / "tokenizer.json").read_text())
-    t["model"]["byte_fallback"] = False
-    t["added_tokens"].insert(0, t["added_tokens"][0] | {"id": 0, "content": "<unk>"})
-    (path / "tokenizer.json").write_text(json.dumps(t))
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<unk>"}))
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    (path / "chat_template.jinja").write_text(
-        template + "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    tokenizer = Tokenizer(Source(path))
-    assert 0 in tokenizer.encode(["\n"])[0], "else nothing is tried"
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = bpe(tmp_path, "ab?", "<unk>")
+    assert tokenizer.encode(["\n"]) == [[2]]
     tokenizer.end_as_the_template_does()
     assert tokenizer.stops == (tokenizer.eos,)
     assert "which is no token at which sampling ends" in capsys.readouterr().out
@@ -236,41 +230,38 @@ def test_what_a_tokenizer_does_not_know_is_no_end_of_an_answer(tmp_path, capsys)
 
 def test_tokenizer_model_alone_is_read(tmp_path):
     """A folder of Llama's kind, whose special tokens the text of a template may hold."""
-    options = dict(model_type="bpe", vocab_size=400, byte_fallback=True, minloglevel=9)
     prefix = str(tmp_path / "tokenizer")
+    options = dict(model_prefix=prefix, model_type="bpe", byte_fallback=True, minloglevel=9)
     text = str(tokens.CHAT.parent / "README.md")
-    sentencepiece.SentencePieceTrainer.train(input=text, model_prefix=prefix, **options)
+    sentencepiece.SentencePieceTrainer.train(input=text, vocab_size=400, **options)
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    config |= {"legacy": False, "add_bos_token": True}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"legacy": False}))
     tokenizer = Tokenizer(Source(tmp_path))
     oracle = sentencepiece.SentencePieceProcessor(f"{prefix}.model")
-    for text in ("The reference is the start.", "naïve 日本 \U0001f642"):
-        assert tokenizer.encode([text])[0] == oracle.encode(text)
-        assert prompt_ids(tokenizer, text) == [1, *oracle.encode(text)]
-    assert tokenizer.encode(["a</s>"])[0][-1] == tokenizer.eos == 2, "one id, no letters"
+    text = "The reference, naïve 日本 \U0001f642"
+    assert tokenizer.encode([text, "a</s>"]) == [oracle.encode(text), [*oracle.encode("a"), 2]]
+    assert prompt_ids(tokenizer, text) == [1, *oracle.encode(text)] and tokenizer.eos == 2
 
 
 # ---- chat templates ------------------------------------------------------------------------------
 
 
 def test_the_nearest_template_wins(tmp_path):
-    def said(path, given=None):
-        return Tokenizer(Source(path), given).render(DIALOGUE)[0]
+    def said(given=None, tools=None):
+        return Tokenizer(Source(path), given).render(DIALOGUE._replace(tools=tools))[0]
 
     texts = "{% for m in messages %}{{ m.content }}{% endfor %}"
     named = [{"name": "tool_use", "template": "0" + texts}]
     named += [{"name": "default", "template": "1" + texts}]
     path = folder(tmp_path / "t", chat_template=named)
-    assert Tokenizer(Source(path)).render(DIALOGUE._replace(tools=[{"name": "0"}]))[0] == "0p"
-    assert said(path) == "1p"
+    assert (said(), said(tools=[{"name": "0"}])) == ("1p", "0p")
     assert Tokenizer(Source(path)).template == "1" + texts, "a run's hashes are of a text"
     (path / "chat_template.jinja").write_text("2" + texts)
-    assert said(path) == "2p"
+    assert said() == "2p"
     (tmp_path / "mine.jinja").write_text("é" + texts, encoding="utf-8")
-    assert said(path, str(tmp_path / "mine.jinja")) == "ép"
+    assert said(str(tmp_path / "mine.jinja")) == "ép"
     with pytest.raises(BadInput, match="^data.chat_template: none.jinja: No such file"):
-        said(path, "none.jinja")
+        said("none.jinja")
 
 
 REFUSED = {
