@@ -16,8 +16,6 @@ printed from there and not run again. On a GPU both sides use the GPU.
   next one, so TRL gets each batch in reverse order.
 - Time is that of all steps but the first. Ours is the column `seconds` of metrics.csv: the wait for a
   batch that a thread has packed is no part of it.
-- Useful tokens are the prompt and completion tokens of the rated examples (of a pair: the prompt once
-  and both completions), without padding.
 - Peak memory is the maximum resident set of the process after the last step, libraries included; on a
   GPU that of PyTorch's allocator.
 """
@@ -53,8 +51,7 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 # on CUDA TRL runs the head on completion tokens only; "completion-only head": on a CPU, too
 TRL = ("best", "completion-only head")
 
-HEAD = ("cell", "beside", "speed", "range", "our useful tokens/s", "theirs", "our peak GiB")
-HEAD += ("theirs", "memory", "loss off by")
+HEAD = ("cell", "beside", "speed", "range", "our peak GiB", "theirs", "memory", "loss off by")
 
 # ---- the model and the records of both sides -----------------------------------------------------
 
@@ -84,12 +81,6 @@ def make_records(kind: str, size: str, profile: str) -> list[dict]:
 def random_words(rng: random.Random, vocab: int, n: int) -> str:
     """Words of save_words: each is a token."""
     return " ".join(f"w{rng.randrange(1, vocab)}" for _ in range(n))
-
-
-def count_tokens(record: dict) -> int:
-    """The useful tokens of a record: a word is a token, and each completion has an EOS."""
-    texts = {name: text for name, text in record.items() if name != "label"}
-    return sum(len(text.split()) + (name != "prompt") for name, text in texts.items())
 
 
 def write_records(name: str, records: list[dict]) -> str:
@@ -263,7 +254,6 @@ def run_cell(kind: str, size: str, profile: str, precision: str, others: list[st
         "completion": PROFILES[profile][1],
         "batch": BATCH,
     }
-    useful = sum(map(count_tokens, records[BATCH:]))
     here = str(HERE.parent)
     results = {name: [] for name in [here, *others]}
     for i in range(PAIRS.get(size, 5)):
@@ -280,7 +270,7 @@ def run_cell(kind: str, size: str, profile: str, precision: str, others: list[st
         rows.append({
             "cell": [kind, size, profile, precision], "trl": name,
             "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)],
-            "tokens_s": [useful / s for s in seconds], "peak_gib": peaks, "loss_off": loss_off,
+            "seconds": seconds, "peak_gib": peaks, "loss_off": loss_off,
             "losses": [our_losses[-1], their_losses[-1]],
         })  # fmt: skip
     return rows
@@ -300,10 +290,9 @@ def print_result(row: dict) -> None:
     """Print a row of results (see run_cell) in the table."""
     low, high = row["range"]
     our_peak, their_peak = row["peak_gib"]
-    speeds = [f"{x:,.0f}" for x in row["tokens_s"]]
     peaks = [f"{x:.2f}" for x in (our_peak, their_peak, our_peak / their_peak)]
     cells = [" ".join(row["cell"]), row["trl"], f"{row['ratio']:.2f}", f"{low:.2f} to {high:.2f}"]
-    print_cells(*cells, *speeds, *peaks, f"{row['loss_off']:.0e}")
+    print_cells(*cells, *peaks, f"{row['loss_off']:.0e}")
 
 
 def print_cells(*cells) -> None:
