@@ -298,14 +298,16 @@ def test_a_stop_text_that_is_searched_for_now_and_then_changes_no_token(eos):
     assert len(tokenizer.texts) <= 23 / 4 + 1
 
 
+ABC = np.array([66, 67, 68], "int32")  # "abc"
+
+
 # ---- the program ---------------------------------------------------------------------------------
 
 
 def test_every_end_that_the_model_names_ends_an_answer_of_the_program(tiny, tmp_path, capsys):
     """generation_config.json often names several; an answer's text is without the one it ended by."""
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    prompt = np.array([66, 67, 68], "int32")
-    (whole,) = answers(load.load_model(tiny), [prompt], eos=-2, temperature=0)
+    (whole,) = answers(load.load_model(tiny), [ABC], eos=-2, temperature=0)
     end = whole[2]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
     argv = ["--model", str(tmp_path), "--temperature", "0", "--max_new_tokens", "12", "--prompt"]
@@ -321,10 +323,10 @@ def test_a_stop_text_may_be_a_special_token_and_special_tokens_before_it_are_not
     stop, tiny, tmp_path, capsys
 ):
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    prompt, pad, tokenizer = np.array([66, 67, 68], "int32"), 1, Tokenizer(Source(tiny))
-    (whole,) = answers(load.load_model(tiny), [prompt], eos=-2, temperature=0)
+    pad, tokenizer = 1, Tokenizer(Source(tiny))
+    (whole,) = answers(load.load_model(tiny), [ABC], eos=-2, temperature=0)
     before, fourth, after = whole[:3], whole[3], whole[4:]
-    assert fourth not in (*prompt, *before) and tokenizer.decode(after).startswith("]esh")
+    assert fourth not in (*ABC, *before) and tokenizer.decode(after).startswith("]esh")
     # the head is the embedding: with these rows exchanged the model says <|pad|> as its fourth token
     weights = load_file(tmp_path / "model.safetensors")
     (embedding,) = (x for name, x in weights.items() if "wte" in name)
@@ -337,8 +339,7 @@ def test_a_stop_text_may_be_a_special_token_and_special_tokens_before_it_are_not
 
 def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monkeypatch):
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
     lines = iter(["one", "two", ""])
     asked, real = [], generate.generate
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))

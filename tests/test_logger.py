@@ -233,27 +233,24 @@ def test_the_verdict_shows_both_accuracies_and_first_the_answers_that_changed():
 # ---- the best step -------------------------------------------------------------------------------
 
 
-def best_of(keep_best, values) -> list[int]:
-    """The steps at which a validation is the best so far."""
-    state, best_steps = RunState(), []
+@pytest.mark.parametrize(
+    "column, values, best",
+    [
+        *((lowest, [0.5, 0.4, 0.6, 0.3, 0.7], [1, 3]) for lowest in ("loss", "kl/own", "rating_loss")),
+        ("accuracy", [0.5, 0.4, 0.6, 0.3, 0.7], [1, 2, 4]),
+        ("accuracy", [0.5, math.nan, 0.4, math.inf, None], [2]),
+        ("loss", [0.1, 0.5, 0.5], [1]),  # step 0 has no checkpoint; a tie is no change
+        (None, [0.5, 0.4], []),
+    ],
+)  # fmt: skip
+def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else(column, values, best):
+    state, steps = RunState(), []
     for state.step, value in enumerate(values):
-        row = {"loss": value, "rating_loss": value, "kl/own": value, "accuracy": value}
-        if state.remember_if_best(row, keep_best):
-            best_steps.append(state.step)
-    assert state.best_step == (best_steps[-1] if best_steps else None)
-    return best_steps
-
-
-def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else():
-    values = [0.5, 0.4, 0.6, 0.3, 0.7]
-    for lowest in ("loss", "kl/own", "rating_loss"):
-        assert best_of(lowest, values) == [1, 3]
-    assert best_of("accuracy", values) == [1, 2, 4]
-    assert best_of("accuracy", [0.5, math.nan, 0.4, math.inf, None]) == [2], "no values"
-    assert best_of("loss", [0.1, 0.5, 0.5]) == [1], "step 0 has no checkpoint; a tie is no change"
-    assert best_of(None, values) == []
-    with pytest.raises(BadInput, match="^keep_best: los: not in val.csv, which has loss, "):
-        best_of("los", [0.5])
+        if state.remember_if_best({column: value}, column):
+            steps.append(state.step)
+    assert steps == best and state.best_step == max(best, default=None)
+    with pytest.raises(BadInput, match="^keep_best: los: not in val.csv, which has loss, kl$"):
+        state.remember_if_best({"loss": 0.5, "kl": 0.1}, "los")
 
 
 # ---- speed ---------------------------------------------------------------------------------------

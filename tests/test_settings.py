@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import re
-import typing
 from pathlib import Path
 
 import pytest
@@ -214,23 +213,14 @@ class Nested:
     """Restricted numbers where a fork may have them."""
 
     many: list[PositiveInt]
-    """Some."""
     named: dict[str, PositiveFloat]
-    """More."""
 
 
-@pytest.mark.parametrize(
-    "program", ["kto.Settings", "spin.Settings", "generate.Ask", "test_settings.Nested"]
-)
-def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass(program):
+@pytest.mark.parametrize("cls", [kto.Settings, Nested])
+def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass(cls):
     """jsonargparse gives subclasses. Fabric takes a number of GPUs only if its type is int itself."""
-    module, name = program.split(".")
-    cls = getattr(importlib.import_module(module), name)
     given = {"many": "[1, 2]", "named": '{"a": 1}', "model": "m", "data.train": "t"}
-    for setting, kind in settings.flatten(cls).items():
-        kinds = typing.get_args(kind) or (kind,)
-        if any(getattr(x, "__module__", "") == "jsonargparse.typing" for x in kinds):
-            given[setting] = given.get(setting, "1")
+    given |= {"devices": "1", "max_steps": "1", "optim.clip": "1", "optim.warmup": "1"}
     argv = [f"--{x}={value}" for x, value in given.items() if x in settings.flatten(cls)]
     values = list(settings.flatten(parse_module.parse_command(cls, "", argv)).values())
     lists = [value for value in values if isinstance(value, list)]
@@ -260,17 +250,6 @@ def test_saved_and_printed_settings_load_back_equal(config, capsys):
             parse(*argv, "--print_config")
         printed = capsys.readouterr().out
         assert parse("--config", config(printed)) == parse(*argv)
-
-
-def test_every_config_parses_and_begins_with_what_to_expect():
-    files = list((ROOT / "config").glob("*.yaml"))
-    assert DEMO in files
-    for file in files:
-        program = re.search("dpo|spin|online|$", file.name)[0] or "kto"
-        parse("--config", file, cls=importlib.import_module(program).Settings)
-        head = re.match(r"(#.*\n)+", file.read_text())[0]
-        for word in ("What", "Command", "Hardware", "Time", "Expect"):
-            assert f"{word}: " in head, file
 
 
 # ---- what a resume may change, and what a run makes of its settings ------------------------------
