@@ -8,11 +8,13 @@ How answers are sampled: sampler.py.
 """
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
 from checks import sampling_faults
-from infra.console import BadInput, progress, run_cli, say
+from infra.console import BadInput, progress, run_cli, say, user_error
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
 from infra.parse import parse_command
@@ -30,6 +32,7 @@ from infra.settings import (
     LocalPath,
     Sampling,
     idle_settings,
+    read_text,
     refuse,
     refuse_unless,
     split_commas,
@@ -48,9 +51,9 @@ from sampler import generate, read_answer
 class AskedModel:
     """A model on one device, as generate.py and the page for thumbs ask it."""
 
-    def __init__(self, name: str, plain: bool, chat_template_kwargs: str | None):
-        """plain: the chat template is left aside. Raises BadInput."""
-        source = find_model(name)
+    def __init__(self, args: Any):
+        """args: the settings model, plain and chat_template_kwargs of generate.py or of the page. Raises BadInput."""
+        source = find_model(args.model)
         prepare_machine()
         # not "auto", which on a Mac is a device without float64
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,13 +62,11 @@ class AskedModel:
         in_bfloat16 = on_gpu and multiplies_bfloat16(self.fabric.device)
         dtype = torch.bfloat16 if in_bfloat16 else torch.float32
         self.today = date.today().isoformat()
-        self.tokenizer = Tokenizer(source, None, self.today, chat_template_kwargs)
+        self.tokenizer = Tokenizer(source, None, self.today, args.chat_template_kwargs)
         self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
         self.longest_prompt = self.policy.max_seq_length - 1
-        self.by_template = bool(self.tokenizer.template) and not plain
-        for holds, names, reason in self.tokenizer.idle_rules(self.by_template):
-            is_idle = holds and chat_template_kwargs and "chat_template_kwargs" in names.split()
-            refuse_unless(not is_idle, f"chat_template_kwargs: no effect: {reason}")
+        self.by_template = bool(self.tokenizer.template) and not args.plain
+        refuse(idle_settings(args, self.tokenizer.idle_rules(self.by_template)))
         if self.by_template:
             self.tokenizer.end_as_the_template_does()
 
@@ -194,14 +195,9 @@ def answer_settings(model: AskedModel, args: Ask) -> dict:
 
 def read_done(out: Path) -> list[dict]:
     """The lines that a file of answers has already. Raises BadInput."""
-    faults: list[str] = []
-    rows = []
-    for where, row in decoded_records(str(out), faults) if out.exists() else []:
-        with collect(faults, where):
-            refuse_unless(isinstance(row, dict), "expected an object")
-            rows.append(row)
-    refuse(faults)
-    return rows
+    with user_error("out", out):
+        text = read_text(out) if out.exists() else ""
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def check_done(out: Path, done: list[dict], lines: list[dict]) -> None:
@@ -271,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
     refuse(faults)
-    model = AskedModel(args.model, args.plain, args.chat_template_kwargs)
+    model = AskedModel(args)
     if args.prompts:
         answer_file(model, args)
     else:

@@ -119,13 +119,8 @@ def main(argv: list[str] | None = None) -> None:
                 **read_test(folder),
             }
         )
-    # runs of different programs differ in most settings
-    shown = [name[:150] for name in groups]
-    if len(set(shown)) < len(groups):  # nothing would tell them apart
-        shown = groups
     labels = [
-        f"{i}: {name or folders[0]} (n={names.count(group)})"
-        for i, (name, group) in enumerate(zip(shown, groups))
+        f"{i}: {group or folders[0]} (n={names.count(group)})" for i, group in enumerate(groups)
     ]
     # each run has drawn two lines, training and validation
     first_lines = [axes[0, 0].lines[2 * names.index(name)] for name in groups]

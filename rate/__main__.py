@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     ratings = Ratings(file)
     ratings.read()  # a bad line is refused before a model is loaded
     server = RateServer(args.port)  # and so is a port that is taken
-    model = AskedModel(args.model, args.plain, args.chat_template_kwargs)
+    model = AskedModel(args)
     prompts = read_prompts(args.prompts, model.asked) if args.prompts else {}
     desk = server.desk = Desk(args.model, model, args, ratings, list(prompts.values()))
     say(f"open {server.url} in a browser; Ctrl-C ends it, the thumbs are in {file}")

@@ -85,12 +85,12 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_090,
-    "checks.py": 2_780,
+    "checks.py": 2_770,
     "data.py": 2_420,
     "dpo.py": 1_070,
     "evaluation.py": 2_370,
     "export.py": 710,  # what a run exports at its end, which was in evaluation.py
-    "generate.py": 1_780,
+    "generate.py": 1_740,
     "head.py": 1_350,
     "kto.py": 1_160,  # kto.balance; a fork's attributes take the place of settings
     "model.py": 2_570,  # log-probs of several tokens at a place
@@ -99,12 +99,12 @@ BUDGETS = {
     "packing.py": 1_600,
     "preview.py": 850,  # which was in records/
     "reference.py": 1_690,  # the keys of its cache, which were in packing.py
-    "report.py": 1_070,
+    "report.py": 1_030,
     "rollout.py": 2_380,  # an iteration has as many steps as the examples that rate made
     "run.py": 2_110,  # the context of a run, which was in checks.py
     "sampler.py": 2_430,
     "spin.py": 1_120,
-    "sweep.py": 640,
+    "sweep.py": 630,
     "trainer.py": 2_980,  # the reference names the tokens of Objective.top_k
     "infra/": 13_390,  # the signs of a sick run (health.py)
     "models/": 10_910,

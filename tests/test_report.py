@@ -112,16 +112,6 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, sett
     assert all(group.endswith(name) for group, name in zip(found, names, strict=True)), found
 
 
-def test_the_settings_that_tell_two_groups_apart_are_shown_behind_long_paths(show):
-    runs = []
-    for week in "12":
-        for beta in (0.1, 0.3):
-            data = {"train": "/".join(["/home", *["folder"] * 30, week])}
-            runs.append(show.run(f"out/{week}{beta}", data=data, kto={"beta": beta}))
-    lines = [" ".join(words) for words in show(*runs)[:4]]
-    assert [line[-18:] for line in lines] == ["kto.beta=0.1 (n=1)", "kto.beta=0.3 (n=1)"] * 2
-
-
 def test_the_picture_has_a_colour_for_each_group_and_smooth_curves(show, monkeypatch):
     figures, savefig = [], report.Figure.savefig
     monkeypatch.setattr(
