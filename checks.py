@@ -390,7 +390,7 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     check_mixing(step, few, scores, run.objective.needs_reference, loop.micro_batch_loss)
     own_logps = scores.logps[..., 0] if run.objective.top_k else scores.logps
     nats = own_logps.double().sum() / micro.length.sum()
-    say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (-1 to -4 is usual)")
+    say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (text: usually -1 to -4)")
 
 
 def check_same(logps: list[torch.Tensor], ref_logps: list[torch.Tensor], step_number: int) -> None:
