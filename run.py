@@ -308,7 +308,7 @@ def setup(
     )
     hashes |= of_weights
     policy.module.max_seq_length = min(policy.module.max_seq_length, context)
-    say(what_trains(policy, cfg.lora))
+    say(what_trains(policy))
     trained_by = (optimizer or make_optimizer)(policy.module, cfg)
     check_optimizer(trained_by, policy.unique_parameters())
     reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric import Fabric
 
 from infra.console import say
-from infra.settings import Lora, Optim, RunSettings, refuse_unless
+from infra.settings import Optim, RunSettings, refuse_unless
 
 
 class Plan(NamedTuple):
@@ -127,12 +127,11 @@ def lr_at(step: int, plan: Plan, optim: Optim) -> float:
 # ---- AdamW --------------------------------------------------------------------------------------
 
 
-def what_trains(policy: torch.nn.Module, lora: Lora) -> str:
+def what_trains(policy: torch.nn.Module) -> str:
     """A line with the number of weights that are trained."""
     n = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     n_all = sum(p.numel() for p in policy.parameters())
-    how = f"adapters of rank {lora.rank} on {lora.targets}" if lora.rank else "no lora.rank"
-    return f"training {n:,} of {n_all:,} weights ({how})"
+    return f"training {n:,} of {n_all:,} weights"
 
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:
