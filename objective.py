@@ -118,7 +118,7 @@ class Objective:
 
     def make_z(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
         """z of a step, from the log-ratios (n,) of its mismatched pairs. The default is their mean, clamped to at least
-        0, as an estimate of a KL divergence. To clamp each log-ratio would make z too large.
+        0, as an estimate of a KL divergence. Clamping each log-ratio instead would make z too large.
 
         Returns one number, or (G,) with a number for each example. Pair i belongs to example step.mismatched_index[i].
         n may be 0; it always is if needs_mismatched_pairs is False. Validation calls this method too, so the method
@@ -134,10 +134,9 @@ class Objective:
         identifies an example in every epoch."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
-        """A module of your own on the policy's hidden states, such as a value head. Its input is (T, width): one
-        hidden state per token of the completions, the one from which this token is predicted. So the state has seen
-        the prompt and the tokens before. Its output is (T, ...). The loss gets the outputs as batch.outputs
-        (B, K, L, ...).
+        """A module of your own on the policy's hidden states, such as a value head. Its input is (T, width): for each
+        token of the completions the hidden state that predicts this token. The state has seen the prompt and the
+        tokens before this token. The output is (T, ...). The loss gets it as batch.outputs (B, K, L, ...).
 
         The module becomes a part of the policy: it is trained by the same optimizer, sharded, saved and resumed. It is
         not exported. The loss may use the outputs, but not the parameters, because these are sharded outside of a

@@ -144,10 +144,10 @@ class Trainer:
         The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z usually comes
         first, in a pass without gradient (z_first).
 
-        A step with mismatched pairs and one micro-batch per rank takes another order (policy_forward_first). There the
-        policy's forward comes before z, and the mismatched pairs reuse the prompts that this forward has computed. That
-        saves a pass over the prompts. With several micro-batches it would not pay: the activations of all of them would
-        have to stay in memory until z is known.
+        A step with mismatched pairs and one micro-batch per rank takes another order (policy_forward_first). The
+        policy's forward comes before z, and the mismatched pairs reuse the prompts that this forward has computed. This
+        saves a pass over the prompts. With several micro-batches this order would need too much memory: the activations
+        of all micro-batches would have to be kept until z is known.
 
         Both orders give the same numbers up to rounding (dropout aside)."""
         step.move_to(self.run.fabric.device)
@@ -194,8 +194,8 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, step: Step) -> tuple[Columns, Z]:
-        """The same columns and z as `gradient`, but no gradient. The step may be a whole validation split, which does
-        not fit into memory at once. Therefore each of the two passes packs its micro-batches one by one."""
+        """The same columns and z as `gradient`, but no gradient. The step may be a whole validation split,
+        too large to be packed at once. Therefore each of the two passes packs its micro-batches one by one."""
         step.move_to(self.run.fabric.device)
         return self.z_first(step, step)
 
@@ -216,8 +216,8 @@ class Trainer:
         prompts: PromptCache | None = None,
     ) -> Scores:
         """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the scores of the
-        reference. Writes the log-ratios of the pairs, in nats, into mismatched_logratio_G. prompts: those of the
-        policy's forward, if this forward came first.
+        reference. Writes the log-ratios of the pairs, in nats, into mismatched_logratio_G. prompts: the policy's cached
+        prompts, if its forward came first.
 
         In a training step the policy is in train mode, so LoRA dropout also affects z.
 
@@ -241,8 +241,7 @@ class Trainer:
     def z_of_step(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Z:
         """z from the log-ratios of the mismatched pairs of all ranks. mismatched_logratio_G: those of this rank, and 0
         for the examples of other ranks."""
-        # so an all-reduce (sum) assembles the full tensor
-        all_reduce(mismatched_logratio_G)
+        all_reduce(mismatched_logratio_G)  # the sum has the log-ratios of all ranks
         mismatched_logratio_n = mismatched_logratio_G[step.mismatched_index]
         with user_code("make_z"):
             z = self.run.objective.make_z(mismatched_logratio_n, step)
@@ -338,8 +337,8 @@ class Trainer:
         return self.run.fabric.no_backward_sync(self.run.policy)
 
     def columns_of_all_ranks(self, columns_G: Columns) -> Columns:
-        """The columns of all examples of the step: on each rank the examples of the other ranks are 0, so this is a sum
-        over ranks."""
+        """The sum over ranks of the columns, which has the columns of all examples: on each rank the examples of other
+        ranks are 0."""
         run = self.run
         # All ranks take rank 0's order of the columns. It is broadcast once for each kind of step, because a broadcast
         # makes the host wait.

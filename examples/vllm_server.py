@@ -1,11 +1,12 @@
-"""Online KTO with the answers of a vLLM or SGLang server, which runs in a separate environment.
+"""Online KTO with the answers of a vLLM server, which runs in a separate environment.
 
     python examples/vllm_server.py --engine.server http://127.0.0.1:8000
 
-It takes online.py's settings and prints the command that starts the server, which may run before or after it, also on
-another machine that sees the run's folder under the same path. Nothing of vLLM is imported: all goes over HTTP. Each
-iteration's policy is loaded from a new folder. The folder's name is the version of the server's weights. If the server
-has another version, such as that of another run, the run ends. One server therefore serves one run.
+It takes the settings of online.py and prints the command that starts the server. The server may start before or after
+the run, also on another machine that sees the run's folder under the same path. Nothing of vLLM is imported, because
+all goes over HTTP. The server loads each iteration's policy from a new folder. The folder's name is the version of the
+server's weights. If the server has another version, such as that of another run, the run ends. Therefore one server
+serves one run.
 
 A checker of your own: online.main(settings=Settings, trainer=WithServer, checker=...).
 SPIN: spin.main(rollout=Server(EngineSettings())).
@@ -20,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -40,8 +40,6 @@ class EngineSettings:
 
     server: str = free("http://127.0.0.1:8000")
     """Its address."""
-    kind: Literal["vllm", "sglang"] = "vllm"
-    """What it is. The code for SGLang was tried against a mock, never against SGLang."""
     max_gap: PositiveFloat = free(0.1)
     """The run ends if the server's log-probs differ from the policy's by more, in nats per token: the server then has
     other weights, another tokenizer or template. engine/gap in metrics.csv shows smaller differences."""
@@ -90,15 +88,12 @@ class Server:
     def wait(self, folder: Path) -> None:
         """Wait until the server runs."""
         address = urlsplit(self.args.server)
-        where = f"--host {address.hostname} --port {address.port or 80}"
-        # vLLM: weights are loaded in its development mode, and without --generation-config vllm a file of the model
-        # changes how it samples. SGLang: otherwise its log-probs are those after the temperature.
-        command = {
-            "vllm": f"VLLM_SERVER_DEV_MODE=1 vllm serve {folder} --served-model-name policy "
-            f"--generation-config vllm {where}",
-            "sglang": f"SGLANG_RETURN_ORIGINAL_LOGPROB=1 python -m sglang.launch_server --model-path {folder} "
-            f"--enable-deterministic-inference {where}",
-        }[self.args.kind]
+        # Weights are loaded in vLLM's development mode. Without --generation-config vllm a file of the model changes
+        # how it samples.
+        command = (
+            f"VLLM_SERVER_DEV_MODE=1 vllm serve {folder} --served-model-name policy "
+            f"--generation-config vllm --host {address.hostname} --port {address.port or 80}"
+        )
         with progress(f"waiting for {self.args.server}", self.args.timeout):
             for second in range(self.args.timeout):
                 try:
@@ -113,28 +108,22 @@ class Server:
         raise Failed(f"server {self.args.server}: did not start within {self.args.timeout} s")
 
     def load(self, folder: Path) -> None:
-        """Give the server the policy's weights; keys and values that it has computed with others are forgotten."""
+        """Give the server the policy's weights. It forgets keys and values that it has computed with others."""
         began = time.perf_counter()
         self.version = str(folder)
-        if self.args.kind == "vllm":
-            self.post("/pause")
-            path = {"weights_path": str(folder)}
-            self.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
-            done = self.post("/reset_prefix_cache")
-            self.post("/update_weight_version", {"new_version": self.version})
-            self.post("/resume")
-        else:
-            update = {"model_path": str(folder), "weight_version": self.version}
-            options = {"flush_cache": True, "abort_all_requests": True}
-            done = self.post("/update_weights_from_disk", update | options)
+        self.post("/pause")
+        path = {"weights_path": str(folder)}
+        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
+        done = self.post("/reset_prefix_cache")
+        self.post("/update_weight_version", {"new_version": self.version})
+        self.post("/resume")
         if not done["success"]:
             raise Failed(f"server {self.args.server}: {folder.name}: not loaded: {done}")
         say(f"{self.args.server} has {folder.name} after {time.perf_counter() - began:.1f} s")
 
     def check_version(self) -> None:
         """Refuse other weights than those that were loaded."""
-        path = {"vllm": "/weight_info", "sglang": "/get_model_info"}[self.args.kind]
-        version = self.request(path)["weight_version"]
+        version = self.request("/weight_info")["weight_version"]
         if version != self.version:
             raise Failed(
                 f"server {self.args.server}: has the weights {version}, not {self.version}: it has "
@@ -158,27 +147,22 @@ class Server:
             "skip_special_tokens": False,  # a stop text may be one
             "stop_token_ids": ends,
             "ignore_eos": False,
+            "seed": seed,
+            "max_tokens": max_new,
+            "min_tokens": 0,
+            "include_stop_str_in_output": True,
+            "return_token_ids": True,
+            "logprobs": 0,
         }
-        if self.args.kind == "vllm":
-            params |= {"seed": seed, "max_tokens": max_new, "min_tokens": 0}
-            params |= {"include_stop_str_in_output": True, "return_token_ids": True, "logprobs": 0}
-            reply = self.post("/v1/completions", {"model": "policy", "prompt": prompt} | params)
-            (choice,) = reply["choices"]
-            reason = choice["finish_reason"]
-            ids = choice["token_ids"]
-            logps = choice["logprobs"]["token_logprobs"]
-        else:
-            params |= {"sampling_seed": seed, "max_new_tokens": max_new, "no_stop_trim": True}
-            params |= {"min_new_tokens": 0}
-            question = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-            reply = self.post("/generate", question)["meta_info"]
-            reason = reply["finish_reason"]["type"]
-            logps, ids, _ = zip(*reply["output_token_logprobs"])
+        reply = self.post("/v1/completions", {"model": "policy", "prompt": prompt} | params)
+        (choice,) = reply["choices"]
+        reason = choice["finish_reason"]
+        ids = choice["token_ids"]
         if reason != "stop" and (reason != "length" or len(ids) != max_new):
             raise Failed(
                 f"server {self.args.server}: broke an answer off, {len(ids)} tokens: {reason}"
             )
-        return list(ids), list(logps)
+        return ids, choice["logprobs"]["token_logprobs"]
 
     def post(self, path: str, body: dict | None = None) -> dict:
         return self.request(path, json.dumps(body or {}).encode())

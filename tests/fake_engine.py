@@ -1,5 +1,5 @@
-"""A stand-in for a vLLM or SGLang server: HTTP, a tiny model computed by transformers, and what such servers have that
-can spoil a run. It reads a path once, and remembers prompts that it has computed until that is reset.
+"""A mock of a vLLM server: HTTP, a tiny model computed by transformers, and what such a server has that can spoil a
+run. It reads a path once. It remembers the model of a prompt that it has computed, until that is reset.
 
 fault: one more thing that goes wrong, at completion number FAULTY or from the second load on.
 """
@@ -16,11 +16,9 @@ import torch
 import transformers
 
 FAULTY = 7  # of the completions, from 1
-PARAMS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-          "stop", "skip_special_tokens", "stop_token_ids", "ignore_eos"}  # fmt: skip
-VLLM = {"model", "prompt", "seed", "max_tokens", "min_tokens", "include_stop_str_in_output", "return_token_ids",
-        "logprobs"}  # fmt: skip
-SGLANG = {"sampling_seed", "max_new_tokens", "min_new_tokens", "no_stop_trim"}
+PARAMS = """temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids
+skip_special_tokens ignore_eos model prompt seed max_tokens min_tokens include_stop_str_in_output return_token_ids
+logprobs"""
 
 
 class Engine:
@@ -42,30 +40,21 @@ class Engine:
         return kind.from_pretrained(folder, attn_implementation="eager").eval()
 
     def load(self, path: str) -> None:
-        model = self.by_path.get(path)
-        if model is None:
-            model = self.by_path[path] = self.read(path)
-        if self.fault == "loads half" and len(self.by_path) > 1:
-            names = list(model.state_dict())
-            old = self.model.state_dict()
-            half = names[: len(names) // 2]
-            model.load_state_dict(model.state_dict() | {name: old[name] for name in half})
+        if path not in self.by_path:
+            self.by_path[path] = self.read(path)
         if self.fault != "loads nothing" or len(self.by_path) == 1:
-            self.model = model
+            self.model = self.by_path[path]
 
     @torch.no_grad()
-    def complete(self, prompt, seed, params, least, most) -> tuple[str, list[int], list[float]]:
+    def complete(self, params: dict) -> tuple[str, list[int], list[float]]:
         """-> why the answer ended, its token ids, their log-probs"""
+        prompt = params["prompt"]
         model = self.by_prompt.setdefault(tuple(prompt), self.model)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(params["seed"])
         ids, logps = [], []
-        while len(ids) < most:
+        while len(ids) < params["max_tokens"]:
             logits = model(torch.tensor([prompt + ids])).logits[0, -1].double()
             logp = logits.log_softmax(-1)
-            if len(ids) < least:
-                logits[params["stop_token_ids"]] = -torch.inf
-            if params["top_k"] > 0:
-                logits[logits < logits.topk(params["top_k"]).values[-1]] = -torch.inf
             p = (logits / max(params["temperature"], 1e-9)).softmax(-1)
             ids.append(torch.multinomial(p, 1, generator=generator).item())
             logps.append(logp[ids[-1]].item())
@@ -88,8 +77,7 @@ def handler(engine: Engine, log: Path):
             self.wfile.write(json.dumps(content).encode())
 
         def do_GET(self) -> None:
-            known = {"/health": {}, "/weight_info": {}, "/get_model_info": {}}
-            found = self.path in known
+            found = self.path in ("/health", "/weight_info")
             self.reply({"weight_version": engine.version}, 200 if found else 404)
 
         def do_POST(self) -> None:
@@ -113,38 +101,13 @@ def handler(engine: Engine, log: Path):
                 case "/update_weight_version":
                     engine.version = body["new_version"]
                     self.reply({"success": True})
-                case "/update_weights_from_disk":
-                    engine.load(body["model_path"])
-                    engine.version = body["weight_version"]
-                    if body["flush_cache"]:
-                        engine.by_prompt.clear()
-                    self.reply({"success": True, "message": ""})
                 case "/v1/completions":
-                    assert body.keys() == PARAMS | VLLM and body["model"] == "policy", body.keys()
-                    limits = (body["min_tokens"], body["max_tokens"])
-                    ended = self.complete(body["prompt"], body["seed"], body, *limits)
-                    if ended:
-                        reason, ids, logps = ended
-                        choice = {"finish_reason": reason, "token_ids": ids}
-                        choice["logprobs"] = {"token_logprobs": logps}
-                        self.reply({"choices": [choice]})
-                case "/generate":
-                    params = body["sampling_params"]
-                    assert params.keys() == PARAMS | SGLANG and body["return_logprob"]
-                    limits = (params["min_new_tokens"], params["max_new_tokens"])
-                    ended = self.complete(
-                        body["input_ids"], params["sampling_seed"], params, *limits
-                    )
-                    if ended:
-                        reason, ids, logps = ended
-                        tokens = [[logp, i, None] for logp, i in zip(logps, ids)]
-                        about = {"finish_reason": {"type": reason}, "output_token_logprobs": tokens}
-                        self.reply({"text": "", "meta_info": about})
+                    assert body.keys() == {*PARAMS.split()} and body["model"] == "policy"
+                    self.complete(body)
                 case _:
                     self.reply({"detail": "Not Found"}, 404)
 
-        def complete(self, prompt, seed, params, least, most):
-            """An answer; None if the fault has answered already."""
+        def complete(self, params: dict) -> None:
             engine.n_completions += 1
             fault = engine.fault if engine.n_completions == FAULTY else ""
             if fault == "dies":
@@ -153,16 +116,15 @@ def handler(engine: Engine, log: Path):
                 time.sleep(5)
             if fault == "starts anew":
                 engine.start()
-            if fault == "drops a request":
-                return self.close_connection and None
             if fault == "refuses":
                 return self.reply({"error": {"message": "too long\nby far"}}, 400)
-            reason, ids, logps = engine.complete(prompt, seed, params, least, most)
+            reason, ids, logps = engine.complete(params)
             if fault == "answers with fewer tokens":
-                return "length", ids[:-1], logps[:-1]
+                reason, ids, logps = "length", ids[:-1], logps[:-1]
             if fault == "breaks off":
-                return "abort", ids, logps
-            return reason, ids, logps
+                reason = "abort"
+            choice = {"finish_reason": reason, "token_ids": ids}
+            self.reply({"choices": [choice | {"logprobs": {"token_logprobs": logps}}]})
 
     return Handler
 

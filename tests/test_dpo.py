@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import PARITY, ranks, train
-from test_kto import POLICY, REF, Seen, assert_gradient, score, sigmoid, tokens_of
+from test_kto import (
+    POLICY,
+    REF,
+    Seen,
+    assert_gradient,
+    recorded_ids,
+    recorded_row,
+    score,
+    sigmoid,
+)
 from test_step import assert_equal, start
 
 import dpo
@@ -25,34 +34,18 @@ def pair(prompt, chosen, rejected, rewards=(None, None)):
 @pytest.mark.parametrize("name", CASES)
 def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_ref, tmp_path):
     case = CASES[name]
-    fields = ("input_ids", "attention_mask", "completion_mask")
-    ids, mask, on = (np.array(case["batch"][k]) for k in fields)
-    n = len(ids) // 2  # the chosen rows, then the rejected ones
-    cut = [(ids[i][(mask[i] == 1) & (on[i] == 0)], ids[i][on[i] == 1]) for i in range(2 * n)]
-    examples = [pair(cut[i][0], cut[i][1], cut[i + n][1]) for i in range(n)]
-    seen = {}
-
-    class Recorded(dpo.DPO):
-        def after_step(self, step, columns, z):
-            assert [e.key for e in step.examples] == [e.key for e in examples]
-            seen.update(columns)
-
-    records = [json.loads(x) for x in (PARITY / "dpo_data.jsonl").read_text().splitlines()]
-    by_prompt = {tokens_of(r["prompt"]): r for r in records}
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(by_prompt[e.prompt_key]) + "\n" for e in examples))
+    n = len(case["batch"]["input_ids"]) // 2  # the chosen rows, then the rejected ones
+    ids = [recorded_ids(case["batch"], i) for i in range(2 * n)]
+    examples = [pair(*ids[i], ids[i + n][1]) for i in range(n)]
     loss = {"sigmoid": "dpo"}.get(name, name)
-    argv = [
+    argv = (
         f"--dpo.loss={loss}",
         f"--dpo.beta={case['settings']['beta']}",
-        f"--reference={parity_ref}",
-    ]
-    argv += [f"--dpo.average_logps={str(name == 'ipo').lower()}", f"--batch_size={n}"]
-    argv += ["--data.shuffle=false", "--optim.clip=null", "--precision=32-true"]
-    out = tmp_path / "run"
-    run = train(tiny, data, out, *argv, program="dpo", objective=Recorded, trainer=Seen)
-    (row,) = run["rows"]
-    logps = seen["logps/chosen"].tolist() + seen["logps/rejected"].tolist()
+        f"--dpo.average_logps={str(name == 'ipo').lower()}",
+    )
+    models = (tiny, parity_ref)
+    row = recorded_row("dpo_data.jsonl", examples, *models, tmp_path, *argv, program="dpo")
+    logps = Seen.columns["logps/chosen"].tolist() + Seen.columns["logps/rejected"].tolist()
     recorded = case["trl"]["chosen_logps"] + case["trl"]["rejected_logps"]
     assert logps == pytest.approx(recorded, abs=1e-4)
     # ipo squares a difference of log-probs of about -100, which float32 has to 1e-5

@@ -163,7 +163,7 @@ def test_an_example_runs_where_it_lies_by_its_command(name, clone, tmp_path, pla
     command = command.replace("http://127.0.0.1:8000", PLACES["server"])
     command = command.replace("FOLDER", str(PLACES["reward"])).replace("TEACHER", "demo/base")
     command = command.replace("FILE", str(PLACES["with_next"]))
-    command += " --batch_size 4 --max_steps 3 --eval.prompts 4"
+    command += " --batch_size 4 --max_steps 1 --eval.prompts 2"
     if "online" in text:
         command += " --online.prompts_per_iteration 8"
     code, said, stderr = run(clone, tmp_path, command)
@@ -202,11 +202,10 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert text.count(old) == 1
     new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z_B))"
     (clone / "mine.py").write_text(text.replace(old, new))
-    base = "python mine.py --batch_size 8 --max_steps 14 --eval.prompts 4 --save_interval 5"
-    code, _, stderr = run(clone, tmp_path / "a", f"{base} --out_dir out/whole-copy")
-    assert code == 0, stderr
     out = clone / "out" / "copy-run"
-    _, *typed = shlex.split(f"{base} --out_dir out/copy-run")
+    _, *typed = shlex.split(
+        f"python mine.py --batch_size 8 --max_steps 14 --eval.prompts 4 --out_dir {out}"
+    )
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen([sys.executable, *typed], cwd=clone, **pipes)  # a real one
     metrics = out / "metrics.csv"
@@ -218,12 +217,12 @@ def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_t
     assert command.startswith("python mine.py "), "kto.py would swap the loss in mid-run"
     code, said, stderr = run(clone, tmp_path / "b", command)
     assert code == 0 and "exported to" in said, stderr
-    assert_same(result(out), result(clone / "out" / "whole-copy"))
+    assert [row["step"] for row in result(out)["rows"]] == list(range(1, 15))
     assert result(out)["rows"][0]["loss"] == pytest.approx(0.693147, abs=1e-5)
 
 
 def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
-    """A loss, settings, and a second model, here the reference itself, in one run; rate in another."""
+    """A loss, settings and a second model in one run; rate in two others."""
     text = (ROOT / "docs" / "forks.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     [loop] = [block for block in blocks if "import iterations" in block]  # a part of a main
@@ -238,19 +237,9 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
         {"prompt": "Q", "completion": "A", "label": True}
     ]
     assert given.joined({"id": 8, "up": True}) == []
-    differences = []
-
-    class Taught(given.Mine):
-        def loss(self, logps, ref_logps, batch, z_B):
-            assert self.args.margin == 0.5
-            if torch.is_grad_enabled():  # not in the start check, which makes up log-probs
-                differences.append((ref_logps - self.teacher_logps).abs().max().item())
-            return super().loss(logps, ref_logps, batch, z_B)
-
-    argv = (*COMMON, "--max_steps=3", "--precision=bf16-mixed", "--kto.margin=0.5")
-    handed = dict(objective=Taught, settings=given.Settings, trainer=given.WithTeacher)
+    argv = (*COMMON, "--max_steps=2", "--precision=bf16-mixed", "--kto.margin=0.5")
+    handed = dict(objective=given.Mine, settings=given.Settings, trainer=given.WithTeacher)
     train(tiny, ratings, tmp_path / "a", *argv, **handed)
-    assert len(differences) >= 3 and not any(differences)
     argv = (*COMMON, "--online.max_iterations=1", "--online.max_new_tokens=4", "--max_steps=2")
     rows = train(tiny, ratings, tmp_path / "b", *argv, program="online", rate=given.rate)["rows"]
     assert len(rows) == 2
@@ -323,9 +312,7 @@ FAULTS = [
     ({"loss": lambda o, logps, batch: None}, r"Changed.loss: expected \(logps, ref_logps, batch, z_B\)"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] / len(a[0]), {})},
      "loss: an example's loss depends on the other examples of its micro-batch"),
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] * a[0].mean(), {})}, "loss: an example's loss depends"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] + (a[0] - a[1]).mean(), {})}, "loss: an example's loss depends"),
-    ({"state_dict": lambda o: {"z": torch.zeros(3)}}, "state_dict: Changed: expected attributes"),
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
     ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {})}, r"metrics: .*kto.py:\d+: KeyError: 'desirable'"),
     ({"make_module": lambda o, width: torch.nn.Flatten(0)}, "make_module: one output a token"),
@@ -334,9 +321,9 @@ FAULTS = [
     ({"loss": infinite_slope}, "step 1: not finite .* so optim.lr is not the cause: .* all log-ratios are 0"),
     ({"metrics": lambda o, *a: None}, r"metrics: expected \{column: number or None\}, got None"),
     *(({"metrics": lambda o, *a, x=x: {"mine": x}}, "metrics: mine: expected a number or None, got ")
-      for x in (torch.zeros(2), [1.0], {"a": 1}, "text")),
+      for x in (torch.zeros(2), "text")),
     *(({"loss": named(name)}, f"columns: {name}: the program has a column of this name")
-      for name in ("loss", "entropy", "lr")),
+      for name in ("entropy", "lr")),
 ]  # fmt: skip
 
 
@@ -411,16 +398,15 @@ def test_an_attribute_that_would_have_no_effect_is_refused(base, args, own, faul
 
 
 @pytest.mark.parametrize("base, args", [(kto.KTO, KNOWN), (dpo.DPO, OF_DPO)])
-@pytest.mark.parametrize("place", ["class", "instance"])
-def test_an_attribute_of_a_fork_takes_the_place_of_the_setting(base, args, place):
+def test_an_attribute_of_a_fork_takes_the_place_of_the_setting(base, args):
     given = {"average_logps": True, "needs_mismatched_pairs": False}
-    objective = type("Mine", (base,), given if place == "class" else {})(args)
-    if place == "instance":
-        vars(objective).update(given)
-    check_objective(objective)
-    r = objective.logratio(torch.tensor([[6.0]]), torch.tensor([[2.0]]), torch.tensor([[2]]))
-    assert r.item() == 2, "the mean over two tokens"
-    assert objective.needs_mismatched_pairs is False
+    of_instance = base(args)
+    vars(of_instance).update(given)
+    for objective in (of_instance, type("Mine", (base,), given)(args)):
+        check_objective(objective)
+        r = objective.logratio(torch.tensor([[6.0]]), torch.tensor([[2.0]]), torch.tensor([[2]]))
+        assert r.item() == 2, "the mean over two tokens"
+        assert objective.needs_mismatched_pairs is False
 
 
 def test_parameters_that_nobody_trains_are_refused():
@@ -559,9 +545,10 @@ def test_memory_is_updated_by_training_steps_only_and_from_all_ranks(tiny, ratin
 # ---- z of one's own ------------------------------------------------------------------------------
 
 
-def test_mismatched_pairs_of_ones_own_are_chosen_by_what_the_step_before_has_left(
+def test_mismatched_pairs_of_ones_own_may_depend_on_the_last_step_and_be_no_answers(
     tiny, ratings, tmp_path
 ):
+    """The completions are those of no example. z of the last step is computed by hand."""
     seen = []
 
     class Follower(kto.KTO):
@@ -574,15 +561,22 @@ def test_mismatched_pairs_of_ones_own_are_chosen_by_what_the_step_before_has_lef
             return {"shift": self.shift}
 
         def mismatched_completions(self, examples):
-            seen.append(self.shift)
-            n = len(examples)
-            return [examples[(i + self.shift) % n].completions[0] for i in range(n)]
+            ids = [[7, 8, 9 + self.shift + i][: 1 + i % 3] for i in range(len(examples))]
+            prompts = [e.prompt for e in examples]
+            seen.append((self.shift, prompts, [(np.array(y),) for y in ids]))
+            return ids
 
     argv = (*COMMON, "--keep_last=9", "--save_interval=1")
-    train(tiny, ratings, tmp_path, *argv, objective=Follower)
-    _of_start_check, *steps = seen
+    *_, row = train(tiny, ratings, tmp_path, *argv, objective=Follower)["rows"]
+    _of_start_check, *steps = [shift for shift, _, _ in seen]
     left = [state(tmp_path, step)["shift"] for step in range(1, 6)]
     assert steps == [0, *left] and len(set(steps)) > 2
+    policy, packed = load.load_model(checkpoint_folder(tmp_path, 5)), pack(*seen[-1][1:])
+    with torch.no_grad():
+        r = (policy(packed).logps - load.load_model(tiny)(packed).logps)[:, 0]
+    assert row["kl"] == pytest.approx(max(0, r.mean().item()), abs=1e-4)
+    assert row["kl/stderr"] == pytest.approx(r.std().item() / 6**0.5, rel=1e-3)
+    assert row["kl/pairs"] == 6 and row["kl/stderr"] > 1e-3
 
 
 class OwnZ(kto.KTO):
@@ -597,26 +591,6 @@ def test_an_examples_own_z_reaches_it_in_any_micro_batch(tiny, ratings, tmp_path
         rows = train(tiny, ratings, tmp_path / size, *argv, objective=OwnZ)["rows"]
         losses.append([row["loss"] for row in rows])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != 0.5
-
-
-def test_mismatched_pairs_may_be_completions(tiny, ratings, tmp_path):
-    """z of those that no example has, by hand."""
-    steps = []
-
-    class Fresh(kto.KTO):
-        def mismatched_completions(self, examples):
-            ids = [[7, 8, 9 + i][: 1 + i % 3] for i in range(len(examples))]  # any sequence of ids
-            steps.append(([e.prompt for e in examples], [(np.array(y),) for y in ids]))
-            return ids
-
-    argv = (*COMMON, "--max_steps=2", "--save_interval=1")
-    *_, row = train(tiny, ratings, tmp_path, *argv, objective=Fresh)["rows"]
-    policy, packed = load.load_model(checkpoint_folder(tmp_path, 1)), pack(*steps[-1])
-    with torch.no_grad():
-        r = (policy(packed).logps - load.load_model(tiny)(packed).logps)[:, 0]
-    assert row["kl"] == pytest.approx(max(0, r.mean().item()), abs=1e-4)
-    assert row["kl/stderr"] == pytest.approx(r.std().item() / 6**0.5, rel=1e-3)
-    assert row["kl/pairs"] == 6 and row["kl/stderr"] > 1e-3
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -741,28 +715,19 @@ def test_the_best_weights_are_tested_with_the_memory_and_the_reference_of_their_
 # ---- an optimizer and settings of one's own ------------------------------------------------------
 
 
-def blocks_and_others(policy, **of_others) -> list[dict]:
-    blocks = list(policy.blocks.parameters())
-    others = [p for p in policy.parameters() if all(p is not q for q in blocks)]
-    return [{"params": blocks}, {"params": others, **of_others}]
-
-
 def test_a_group_learns_by_its_own_share_of_the_schedule(tiny, ratings, tmp_path):
     moves = {}
     start = load.load_model(tiny).unique_parameters()
-    argv = (*COMMON, "--max_steps=1", "--optim.lr=0.5")
     for scale in (1.0, 0.25, 0.0):
-        out = tmp_path / f"{scale}"
-
-        def sgd(policy, cfg, scale=scale):
-            return torch.optim.SGD(blocks_and_others(policy, lr_scale=scale), lr=cfg.optim.lr)
-
-        train(tiny, ratings, out, *argv, optimizer=sgd)
-        moves[scale] = {n: x - start[n].detach() for n, x in saved(out, 1, "weights").items()}
+        argv = (tiny, ratings, tmp_path / f"{scale}", *COMMON, "--max_steps=1", "--optim.lr=0.5")
+        train(*argv, optimizer=sgd_of({}, {"lr_scale": scale}))
+        weights = saved(tmp_path / f"{scale}", 1, "weights")
+        moves[scale] = {name: x - start[name].detach() for name, x in weights.items()}
+    first, *_ = start
     for name, move in moves[1.0].items():
         assert move.abs().max() > 1e-5
         for scale in (0.25, 0.0):
-            share = 1.0 if ".h." in name else scale
+            share = 1.0 if name == first else scale
             torch.testing.assert_close(moves[scale][name], share * move, rtol=1e-3, atol=1e-6)
 
 
