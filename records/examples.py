@@ -18,7 +18,7 @@ import numpy as np
 from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
 from infra.settings import Data, refuse, refuse_unless, split_commas
 from records.answer import asked_record, fields_of_prompt
-from records.forms import Kind, Record, as_turns, content_of, is_place, understand_record
+from records.forms import Kind, Record, as_answer, as_turns, content_of, is_place, understand_record
 from records.sources import collect, decoded_records, files_of, split_sources
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
@@ -327,15 +327,13 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
         yield "with marked parts, which batch.token_label tells a loss"
     if record.cut:
         yield "with a cut answer, which gets no end"
-    answers = []
-    for completion in record.completions:
-        if isinstance(completion, str) or not completion.get("tool_calls"):
-            answers.append(content_of(completion))
-    if any(not (text or "").strip() for text in answers):
-        yield "with an empty completion"
-    texts = answers + [turn["content"] for turn in as_turns(record.prompt)]
+    answers = [as_answer(completion) for completion in record.completions]
+    texts = [turn["content"] or "" for turn in (*answers, *as_turns(record.prompt))]
+    for answer, text in zip(answers, texts):
+        if not text.strip() and not answer.get("tool_calls"):
+            yield "with an empty completion"
     for token in tokenizer.special_tokens:
-        if any(token in (text or "") for text in texts):
+        if any(token in text for text in texts):
             yield f"with {token} in a text"
 
 

@@ -235,7 +235,7 @@ def test_tokenizer_model_alone_is_read(tmp_path):
     text = str(tokens.CHAT.parent / "README.md")
     sentencepiece.SentencePieceTrainer.train(input=text, vocab_size=400, **options)
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"legacy": False}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": True}))
     tokenizer = Tokenizer(Source(tmp_path))
     oracle = sentencepiece.SentencePieceProcessor(f"{prefix}.model")
     text = "The reference, naïve 日本 \U0001f642"
