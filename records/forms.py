@@ -100,9 +100,7 @@ def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> 
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
     if "\\ud" in repr(record):  # so Python prints half of a character
-        for name, value in record.items():
-            refuse_half_characters("record", name)
-            refuse_half_characters(name, ENCODER.encode(value))
+        refuse_half_characters(record)
     try:
         return _understand_fields(record, kind, extra)
     except Missing as e:
@@ -130,16 +128,15 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     instruct = "instruction" in fields and "prompt" not in fields
     history = _earlier_turns(fields)
     system = fields.pop("system", None)
-    conversation_id = fields.pop("conversation_id", None)
+    conversation_id = fields.pop("conversation_id", None) or ""
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _optional_number(fields, "weight", lowest=0)
     cut = as_text(fields.pop("cut", "")).lower()
     if cut not in ("true", "false", ""):
         raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
-    for name in ORIGIN:
+    origin = {"source", *ORIGIN} if is_place(fields.get("source")) else ORIGIN
+    for name in origin:
         fields.pop(name, None)
-    if is_place(fields.get("source")):
-        fields.pop("source")
     marks = _parsed(fields, "spans")
     prompt, completions, label, rewards = _understand_form(fields, kind)
     if cut == "true" and len(completions) == 2:
@@ -163,7 +160,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
             if ALIASES.get(name, name) in fields and name not in extra
         },
         instruct=instruct,
-        conversation_id=as_text(conversation_id) if conversation_id else "",
+        conversation_id=as_text(conversation_id),
     )
 
 
@@ -313,21 +310,22 @@ def parse_json(text: str | bytes) -> object:
 
 def is_place(source: object) -> bool:
     """Whether a record's source is a place in the file that it was converted from: feedback.json:12."""
-    return isinstance(source, str) and bool(PLACE.search(source))
+    return bool(PLACE.search(str(source)))
 
 
-def refuse_half_characters(name: str, text: str) -> None:
-    """Raise BadInput where a text has half of a surrogate pair. JSON can hold it, and tools that count
+def refuse_half_characters(record: dict) -> None:
+    """Raise BadInput if a text has half of a surrogate pair. JSON can hold it, and tools that count
     in UTF-16 write it where they cut a text in the middle of an emoji. A byte of a csv file that is no UTF-8 is read as
     such a half."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        half = text[e.start]
-        before = text[max(0, e.start - 20) : e.start]
-        raise BadInput(
-            f"{name}: {half!r} is half of a character, or no UTF-8, after {before!r}"
-        ) from None
+    for name, value in record.items():
+        for field, text in (("record", name), (name, ENCODER.encode(value))):
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:
+                before = text[max(0, e.start - 20) : e.start]
+                raise BadInput(
+                    f"{field}: {text[e.start]!r} is half of a character, or no UTF-8, after {before!r}"
+                ) from None
 
 
 def _prompt(fields: dict) -> Turns:

@@ -31,19 +31,19 @@ class Wording(NamedTuple):
 
 def wording_of(record: Record, by_template: bool, prompt_ids: bytes) -> Wording:
     """by_template: whether the record is written as messages. prompt_ids: the token ids of the prompt."""
+    links = [record.conversation_id] if record.conversation_id else []
     if by_template:
-        return wording_of_messages(record)
+        return wording_of_messages(record, links)
     prompt = words(record.prompt)
     answers = []
     for completion in record.completions:
         answer = words(completion)
         answers.append(prompt + answer if answer else "")
     digest = hashlib.sha256(prompt_ids).digest()
-    links = [record.conversation_id] if record.conversation_id else []
     return Wording(prompt, digest, [prompt], answers, links)
 
 
-def wording_of_messages(record: Record) -> Wording:
+def wording_of_messages(record: Record, links: list[str]) -> Wording:
     turns = as_turns(record.prompt)
     texts = [words_of_turn(turn) for turn in turns]
     in_prompt = []
@@ -54,7 +54,6 @@ def wording_of_messages(record: Record) -> Wording:
     for completion in record.completions:
         answer = words_of_turn(as_answer(completion))
         answers.append(hash_of([*texts[-1:], answer]) if answer else "")
-    links = [record.conversation_id] if record.conversation_id else []
     roles = [turn["role"] for turn in turns] + ["user"]
     n = roles.index("user") + 1  # turns up to the first question
     if len(turns) == n:

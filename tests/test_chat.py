@@ -5,7 +5,8 @@ import random
 import re
 import shutil
 import sys
-from dataclasses import replace
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import tokens
@@ -40,12 +41,12 @@ def real(tmp_path_factory):
 
 @pytest.fixture
 def load(tmp_path):
-    """load(records, tokenizer, kind) -> their examples, by a file."""
+    """load(records, tokenizer) -> their examples and counts, by a file."""
 
-    def load(records, t: Tokenizer, kind="rated") -> list[Example]:
+    def load(records, t: Tokenizer, **settings) -> tuple[list[Example], Counter]:
         source = write(tmp_path / "d.jsonl", *records)
-        limits = Data(source, max_prompt=4096, max_completion=4096)
-        return load_examples(source, t, kind, limits)[0]
+        data = Data(source, max_prompt=4096, max_completion=4096, **settings)
+        return load_examples(source, t, "rated", data)
 
     return load
 
@@ -55,10 +56,22 @@ def ids(load):
     """ids(record, tokenizer) -> those of its prompt and of its completion."""
 
     def ids(record, t: Tokenizer) -> tuple[list[int], list[int]]:
-        (e,) = load([record | {"label": True}], t)
+        ((e,), _) = load([record | {"label": True}], t)
         return e.prompt.tolist(), e.completions[0].tolist()
 
     return ids
+
+
+@pytest.fixture
+def model(real, tiny, tmp_path):
+    """model(name) -> a folder of the tiny model with this kind of tokenizer."""
+
+    def model(name: str) -> Path:
+        folder = shutil.copytree(real(name), tmp_path / name)
+        shutil.copy(tiny / "config.json", folder)  # the context is read from it
+        return folder
+
+    return model
 
 
 @pytest.fixture
@@ -161,41 +174,36 @@ def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real,
 # ---- what a template gets ------------------------------------------------------------------------
 
 
-def test_tools_and_arguments_reach_the_template_also_as_json(real, ids):
+def test_tools_and_settings_of_a_record_may_be_texts_of_json(real, ids):
     t = Tokenizer(Source(real("qwen3")))
-    record = RECORDS["tool results"][0]
-    head, behind = (t.decode(x) for x in ids(record, t))
-    assert "Tells <the> weather." in head and '"arguments": {"city": "Paris"' in behind
-    assert ids(record | {"tools": json.dumps(TOOLS)}, t) == ids(record, t)
-    assert "Tells <the> weather." in t.decode(ids(rated() | {"tools": TOOLS}, t)[0]), (
-        "of texts, too"
-    )
-    off = RECORDS["thinking"][2]
-    assert t.decode(ids(off, t)[0]).endswith("<think>\n\n</think>\n\n")
-    as_text = off | {"chat_template_kwargs": '{"enable_thinking": false}'}
-    assert ids(as_text, t) == ids(off, t)
+    for record, name in (
+        (RECORDS["tool results"][0], "tools"),
+        (RECORDS["thinking"][2], "chat_template_kwargs"),
+    ):
+        assert ids(record | {name: json.dumps(record[name])}, t) == ids(record, t)
+        assert ids(record | {name: None}, t) != ids(record, t)
+    assert "Tells <the> weather." in t.decode(ids(rated(tools=TOOLS), t)[0]), "of texts, too"
 
 
 def test_what_the_template_writes_before_an_answer_is_said_and_may_be_moved_into_the_prompt(
-    real, tiny, tmp_path, shown
+    model, tmp_path, shown
 ):
     """Qwen3 writes an empty thinking before an answer; ratings would teach it."""
-    model = shutil.copytree(real("qwen3"), tmp_path / "qwen3")
-    shutil.copy(tiny / "config.json", model)
+    folder = model("qwen3")
     record = rated([user("2 + 2?")], [bot("4")])
     source = write(tmp_path / "d.jsonl", record, record | {"label": False})
     lead = "<think>\n\n</think>\n\n"
-    said = shown(source, "--model", model)
+    said = shown(source, "--model", folder)
     assert f"the chat template writes {lead!r} before an answer's own text" in said
     assert "data.chat_template_kwargs may move it into the prompt: enable_thinking=false" in said
     assert repr(lead + "4<|im_end|>\n") in said
-    off = shown(source, "--model", model, "--chat_template_kwargs", "enable_thinking=false")
+    off = shown(source, "--model", folder, "--chat_template_kwargs", "enable_thinking=false")
     assert "before an answer" not in off and "'4<|im_end|>\\n'" in off
     in_record = record | {"chat_template_kwargs": {"enable_thinking": False}}
-    by_record = shown(write(tmp_path / "e.jsonl", in_record), "--model", model)
+    by_record = shown(write(tmp_path / "e.jsonl", in_record), "--model", folder)
     assert off.splitlines()[-4:] == by_record.splitlines()[-4:], "the same ids"
     with pytest.raises(BadInput, match="^chat_template_kwargs: thinking: expected name=value"):
-        shown(source, "--model", model, "--chat_template_kwargs", "thinking")
+        template_kwargs("thinking")
 
 
 @pytest.mark.parametrize(
@@ -279,12 +287,6 @@ def test_a_tool_or_a_call_that_the_template_leaves_out_is_refused():
 # ---- all that a record says is written -----------------------------------------------------------
 
 
-def as_text(call: dict, **how) -> dict:
-    """The same tool call with its arguments as a text of JSON."""
-    function = call["function"]
-    return call | {"function": function | {"arguments": json.dumps(function["arguments"], **how)}}
-
-
 def tool_record(calls: list, rated_call: bool) -> dict:
     question, call = user("Weather in Paris?"), bot("", tool_calls=calls)
     if rated_call:
@@ -299,14 +301,14 @@ def test_arguments_as_a_text_of_json_are_written_as_those_of_an_object(real, ids
     record = tool_record(CALLS, rated_call)
     whole = record["prompt"] + record["completion"]
     theirs = t.hf.apply_chat_template(whole, tools=TOOLS, tokenize=True, return_dict=False)
-    assert sum(ids(record, t), []) == theirs
-    assert sum(ids(tool_record([as_text(CALLS[0])], rated_call), t), []) == theirs
-    compact = as_text(CALLS[0], separators=(",", ":"))
-    assert sum(ids(tool_record([compact], rated_call), t), []) == theirs
-    broken = as_text(CALLS[0])
-    broken["function"]["arguments"] = '{"city": "Par'
-    with pytest.raises(BadInput, match=":1: tool_calls: Unterminated string"):
-        ids(tool_record([broken], rated_call), t)
+    text = json.dumps(CALLS[0]["function"]["arguments"], separators=(",", ":"))
+    for arguments in (CALLS[0]["function"]["arguments"], text, text[:-2]):
+        call = CALLS[0] | {"function": CALLS[0]["function"] | {"arguments": arguments}}
+        if arguments == text[:-2]:
+            with pytest.raises(BadInput, match=":1: tool_calls: "):
+                ids(tool_record([call], rated_call), t)
+        else:
+            assert sum(ids(tool_record([call], rated_call), t), []) == theirs
 
 
 @pytest.mark.parametrize(
@@ -356,17 +358,15 @@ LEFT_OUT = [
 
 @pytest.mark.parametrize("prompt, answer, words, names", LEFT_OUT)
 def test_a_text_that_the_template_leaves_out_is_refused_or_dropped(
-    real, tmp_path, prompt, answer, words, names
+    real, load, prompt, answer, words, names
 ):
-    whole = {"prompt": [user("p")], "completion": [bot("c")], "label": True}
-    bad = {"prompt": prompt, "completion": [answer], "label": False}
-    source = write(tmp_path / "d.jsonl", whole, bad, whole)
-    limits = Data(source, max_prompt=4096, max_completion=4096)
+    whole = rated([user("p")], [bot("c")])
+    records = [whole, rated(prompt, [answer], False), whole]
     for name in names:
         t = Tokenizer(Source(real(name)))
         with pytest.raises(BadInput, match=rf"^[^\n]*d.jsonl:2: {words} \(data.left_out\)$"):
-            load_examples(source, t, "rated", limits)
-        examples, counts = load_examples(source, t, "rated", replace(limits, left_out="drop"))
+            load(records, t)
+        examples, counts = load(records, t, left_out="drop")
         assert [e.where[-2:] for e in examples] == [":1", ":3"]
         assert counts["dropped by data.left_out"] == 1
 
@@ -378,15 +378,16 @@ def test_a_text_that_the_template_writes_twice_is_refused(tmp_path):
         t.render(Record([user("p")], []))
 
 
-def test_reasoning_of_earlier_turns_may_be_left_out_and_is_counted(real, tmp_path):
+def test_reasoning_of_earlier_turns_may_be_left_out_and_is_counted(real, load):
     turns = [user("Is it?"), bot(THOUGHT), user("Sure?")]
     fields = [user("Is it?"), REASONED, user("Sure?")]
-    for name, prompt, n in (("qwen3", turns, 1), ("zephyr", turns, 0),
-                            ("qwen3", fields, 1), ("llama-3", fields, 1)):  # fmt: skip
-        record = {"prompt": prompt, "completion": [bot(THOUGHT)], "label": True}
-        source = write(tmp_path / "d.jsonl", record)
-        limits = Data(source, max_prompt=4096, max_completion=4096)
-        _, counts = load_examples(source, Tokenizer(Source(real(name))), "rated", limits)
+    for name, prompt, n in (
+        ("qwen3", turns, 1),
+        ("zephyr", turns, 0),
+        ("qwen3", fields, 1),
+        ("llama-3", fields, 1),
+    ):
+        _, counts = load([rated(prompt, [bot(THOUGHT)])], Tokenizer(Source(real(name))))
         assert counts["with reasoning in earlier turns, which the chat template drops"] == n
 
 
@@ -416,32 +417,34 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
     assert end in shown(source, "--model", letters)
 
 
-@pytest.mark.parametrize("rows", ["zero", "equal", "trained"])
-def test_a_lora_run_says_that_the_end_of_its_answers_was_never_trained(rows, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "rows, options, says",
+    [
+        ("zero", ["--lora.rank=2"], True),
+        ("equal", ["--lora.rank=2"], True),
+        ("trained", ["--lora.rank=2"], False),
+        ("zero", ["--lora.rank=2", "--lora.targets=all-linear,lm_head"], False),
+        ("zero", [], False),
+    ],
+)
+def test_a_lora_run_says_that_the_end_of_its_answers_was_never_trained(
+    rows, options, says, tmp_path, capsys
+):
     """As in Llama 3's base model: unslothai/unsloth #658, axolotl PR #1771."""
     base = tmp_path / "base"
     hf = made(transformers.LlamaConfig(**GQA | {"vocab_size": 516}), base)
     tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
-    marks = transformers.AutoTokenizer.from_pretrained(base).convert_tokens_to_ids(
-        ["<|im_start|>", "<|im_end|>"]
-    )
+    marks = Tokenizer(Source(base)).hf.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     with torch.no_grad():
         head = hf.lm_head.weight
-        if rows == "zero":
-            head[marks] = 0
-        if rows == "equal":
-            head[marks] = head.mean(0)
+        if rows != "trained":
+            head[marks] = 0 if rows == "zero" else head.mean(0)
     hf.save_pretrained(base)
     source = write(tmp_path / "d.jsonl", *(rated([user(x)], [bot("c")]) for x in "pq"))
     run = ("--batch_size=2", "--max_steps=1", "--data.max_prompt=40", "--data.max_completion=20")
+    train(base, source, tmp_path / "run", *run, *options)
     line = "<|im_end|> ends the answers, and its row of the head was never trained."
-    for argv, says in (
-        ("--lora.rank=2", rows != "trained"),
-        ("--lora.rank=2 --lora.targets=all-linear,lm_head", False),
-        ("", False),
-    ):
-        train(base, source, tmp_path / f"run{len(argv)}", *run, *argv.split())
-        assert (line in capsys.readouterr().out) == says
+    assert (line in capsys.readouterr().out) == says
 
 
 def test_an_export_ends_an_answer_where_the_template_does(tiny, tmp_path):
@@ -470,35 +473,30 @@ def test_an_export_ends_an_answer_where_the_template_does(tiny, tmp_path):
 # ---- from outside --------------------------------------------------------------------------------
 
 
-def test_data_py_shows_a_file_as_a_run_would_see_it(real, tiny, tmp_path, shown):
-    model = shutil.copytree(real("zephyr"), tmp_path / "zephyr")
-    shutil.copy(tiny / "config.json", model)  # the context is read from it
+def test_data_py_shows_a_file_as_a_run_would_see_it(model, tmp_path, shown):
+    folder = model("zephyr")
     texts = ["Could", "would " * 30, "x", "x"]
     source = write(tmp_path / "d.jsonl", *[rated([user("Hi")], [bot(x)], x != "x") for x in texts])
-    lines = shown(source, "--model", model, "--max_completion", 9).splitlines()
+    lines = shown(source, "--model", folder, "--max_completion", 9).splitlines()
     assert lines[0] == "train: 4 examples of 1 prompts, 2 desirable, 2 undesirable"
-    counts = (
-        "1 duplicates, 0 contradictions, 4 by the chat template, 0 prompts cut, 1 completions cut"
+    assert lines[3] == (
+        "  1 duplicates, 0 contradictions, 4 by the chat template, 0 prompts cut, 1 completions cut"
     )
-    assert lines[3] == f"  {counts}"
-    text, numbers = lines[-2:]
-    assert text == r"'Could</s> \n'" and json.loads(numbers)[2] == 2
+    assert lines[-2] == r"'Could</s> \n'" and json.loads(lines[-1])[2] == 2
     day = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "day.jinja").write_text(day)
     dated = ("--chat_template", tmp_path / "day.jinja", "--date", "2031-01-31")
-    assert "2031" in shown(source, "--model", model, *dated)
+    assert "2031" in shown(source, "--model", folder, *dated)
     pair = write(tmp_path / "p.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"})
     assert "\ntrain: 1 examples of 1 prompts\n" in shown(pair, "--kind", "paired")
 
 
-def test_data_py_shows_the_first_record_of_each_kind_within_80_columns(real, tiny, tmp_path, shown):
-    model = shutil.copytree(real("qwen2.5"), tmp_path / "qwen")
-    shutil.copy(tiny / "config.json", model)
+def test_data_py_shows_the_first_record_of_each_kind_within_80_columns(model, tmp_path, shown):
     call = bot("", tool_calls=CALLS)
     long = rated([user("word " * 300)], [bot("日本語" * 60)])
     down = rated([user("Q\n\nR"), call, RESULT], [bot("")], False)
     source = write(tmp_path / "d.jsonl", long, long, down)
-    out = shown(source, "--model", model)
+    out = shown(source, "--model", model("qwen2.5"))
     turns = out[out.index("\nup (") : out.index("\n\n'")]
     assert f"\nup ({source}:1):\n  user      word word" in turns and "more lines]" in turns
     assert f"\ndown ({source}:3):\n  user      Q\n\n            R\n  assistant (a call" in turns
