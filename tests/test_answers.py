@@ -93,10 +93,10 @@ def answered_by_program(model: Path, prompts: Path, out: Path, style: str | None
 
 def answered_on_the_page(model: Path, prompts: Path, out: Path, style: str | None) -> None:
     """Each thumb takes its card off."""
-    asked = generate.AskedModel(str(model), False, style)
+    args = RateSettings(model=str(model), max_new_tokens=3, chat_template_kwargs=style)
+    asked = generate.AskedModel(args)
     records = list(generate.read_prompts(str(prompts), asked.asked).values())
-    settings = RateSettings(model=str(model), max_new_tokens=3)
-    desk = Desk("m", asked, settings, Ratings(out), records)
+    desk = Desk("m", asked, args, Ratings(out), records)
     while cards := desk.state()["cards"]:
         answer = desk.answer({"record": cards[0]["record"]})
         desk.rate({"record": answer["record"], "label": True})
