@@ -273,9 +273,8 @@ class Started:
             code = 99
             atexit._clear()  # the hooks of the parent; those of the program run below
             try:
-                for name in environments_of_ranks(1)[
-                    0
-                ]:  # an earlier run in this process has set some
+                # an earlier run in this process has set some
+                for name in environments_of_ranks(1)[0]:
                     os.environ.pop(name, None)
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup started the tests
@@ -351,9 +350,8 @@ def environments_of_ranks(n: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in env.items()} for env in envs]
 
 
-Point = tuple[
-    object, str
-]  # a moment of a run: the call of a function, by its class or module and its name
+# a moment of a run: the call of a function, by its class or module and its name
+Point = tuple[object, str]
 
 
 def at_call(point: Point, n: int, act) -> None:
