@@ -304,7 +304,7 @@ def setup(
     # the models, and what trains the policy
     say(f"loading {cfg.model}")
     policy, frozen, of_weights = load_policy_and_reference(
-        cfg, fabric, source, tokenizer, objective, config.hidden_size, examples["train"]
+        cfg, fabric, source, tokenizer, objective, config.hidden_size
     )
     hashes |= of_weights
     policy.module.max_seq_length = min(policy.module.max_seq_length, context)

@@ -50,7 +50,6 @@ from models.lora import (
 from models.quantize import freeze, quantize_base, round_matrices
 from objective import Objective
 from packing import pack
-from records.examples import Example
 from records.tokenizer import Tokenizer
 from sampler import KVCache
 
@@ -343,12 +342,11 @@ def load_policy_and_reference(
     tokenizer: Tokenizer,
     objective: Objective,
     width: int,
-    examples: list[Example],
 ) -> tuple[nn.Module, nn.Module | None, dict[str, str]]:
     """-> the policy, the frozen reference (None: there is none, or it is the policy with its
     adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
     The objective's module, for hidden states of this width, becomes a part of the policy after the
-    reference was copied from the policy. examples: of data.train. Raises BadInput."""
+    reference was copied from the policy. Raises BadInput."""
     sharded = cfg.strategy == "fsdp"
     dtype = dtype_of(cfg.precision)
     policy = None
@@ -376,8 +374,6 @@ def load_policy_and_reference(
         if cfg.lora.rank or source.base:
             round_matrices(policy, cfg.precision)
         add_adapters(policy, cfg.lora)
-        if cfg.lora.rank:
-            say_untrained_ends(policy, tokenizer, examples)
     # without cfg.reference, a run with adapters takes the policy with its adapters off
     is_model = cfg.reference or not cfg.lora.rank
     if objective.needs_reference and is_model:
@@ -399,28 +395,3 @@ def load_policy_and_reference(
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
     return policy.eval(), frozen, hashes
-
-
-def say_untrained_ends(policy: Packed, tokenizer: Tokenizer, examples: list[Example]) -> None:
-    """Warn if completions end in a token with an untrained row of the head, as a chat template's tokens in a base
-    model. Adapters of other layers leave the row as it is, so no answer learns to end."""
-    if hasattr(policy.lm_head, "lora_A"):
-        return
-    last_ids: set[int] = set()
-    for example in examples:
-        for ids in example.completions:
-            # the last two: a template may write a newline behind an answer's end
-            last_ids.update(ids[-2:].tolist())
-    w_VC = policy.lm_head.weight  # ty: ignore
-    for i in sorted(last_ids.intersection(tokenizer.stops)):
-        # An untrained row is 0, or equal to other untrained rows. Equal rows may have been
-        # rounded to neighbours in bfloat16. Their first columns are enough to compare.
-        row = w_VC[i]
-        n_equal = torch.isclose(w_VC[:, :32], row[:32], rtol=2**-7, atol=0).all(1).sum()
-        if n_equal > 1:
-            token = tokenizer.decode([i], special_tokens=True)
-            advice = "train in full" if policy.tied else "add lm_head to lora.targets"
-            say(
-                f"{token} ends the answers, and its row of the head was never trained. Adapters do not change it, so "
-                f"answers do not learn to end: begin with an instruct model, or {advice}"
-            )

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 import tokens
-import torch
-import transformers
 from conftest import start, train
-from tiny_models import GQA, made
 from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -415,36 +412,6 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
     tokens.folder(letters, chat_template=tokens.CHATML)
     end = r"the chat template ends an answer in '<|im_end|>\n', which is no token"
     assert end in shown(source, "--model", letters)
-
-
-@pytest.mark.parametrize(
-    "rows, options, says",
-    [
-        ("zero", ["--lora.rank=2"], True),
-        ("equal", ["--lora.rank=2"], True),
-        ("trained", ["--lora.rank=2"], False),
-        ("zero", ["--lora.rank=2", "--lora.targets=all-linear,lm_head"], False),
-        ("zero", [], False),
-    ],
-)
-def test_a_lora_run_says_that_the_end_of_its_answers_was_never_trained(
-    rows, options, says, tmp_path, capsys
-):
-    """As in Llama 3's base model: unslothai/unsloth #658, axolotl PR #1771."""
-    base = tmp_path / "base"
-    hf = made(transformers.LlamaConfig(**GQA | {"vocab_size": 516}), base)
-    tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
-    marks = Tokenizer(Source(base)).hf.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    with torch.no_grad():
-        head = hf.lm_head.weight
-        if rows != "trained":
-            head[marks] = 0 if rows == "zero" else head.mean(0)
-    hf.save_pretrained(base)
-    source = write(tmp_path / "d.jsonl", *(rated([user(x)], [bot("c")]) for x in "pq"))
-    run = ("--batch_size=2", "--max_steps=1", "--data.max_prompt=40", "--data.max_completion=20")
-    train(base, source, tmp_path / "run", *run, *options)
-    line = "<|im_end|> ends the answers, and its row of the head was never trained."
-    assert (line in capsys.readouterr().out) == says
 
 
 def test_an_export_ends_an_answer_where_the_template_does(tiny, tmp_path):

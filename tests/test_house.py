@@ -107,7 +107,7 @@ BUDGETS = {
     "sweep.py": 630,
     "trainer.py": 2_980,  # the reference names the tokens of Objective.top_k
     "infra/": 13_370,  # the signs of a sick run (health.py)
-    "models/": 10_910,
+    "models/": 10_710,
     "records/": 12_370,  # marks of characters that are several tokens
     "convert/": 10_060,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
     "rate/": 2_200,

@@ -11,7 +11,6 @@ from conftest import (
     assert_same,
     checkpoint_tensors,
     killed,
-    numbers,
     train,
 )
 from tiny_models import GQA, made, ragged, refused, same_weights, with_adapters
@@ -61,24 +60,18 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     moved = "transformer.h.0.attn.qkv"
     assert not torch.equal(exported[f"{moved}.weight"], plain[f"{moved}.linear.weight"])
 
-    full = train(llama, ratings, tmp_path / "lora", *RUN, "--max_steps=1", "--save_interval=1")
-    assert numbers(full)[0]["grad_norm"] != numbers(whole)[0]["grad_norm"], (
-        "else nothing is rounded"
-    )
-
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_in_bf16_the_start_is_exact_too_and_training_goes_on(
     precision, llama, ratings, tmp_path, capsys
 ):
     argv = (*RUN[:-1], "--max_steps=2", f"--precision={precision}", "--lora.quantize=nf4")
-    run = train(llama, ratings, tmp_path / "run", *argv)
+    run = train(llama, ratings, tmp_path, *argv)
     assert "agree to the bit" in capsys.readouterr().out
-    assert run["rows"][0]["loss"] == pytest.approx(0.5, abs=1e-3)
-    assert run["rows"][1]["loss"] != 0.5
-    assert {x.dtype for x in adapters_of(tmp_path / "run").values()} == {torch.float32}
-    exported = {x.dtype for x in run["weights"].values()}
-    assert exported == {torch.float32}, "the source's"
+    first, second = (row["loss"] for row in run["rows"])
+    assert first == pytest.approx(0.5, abs=1e-3) and second != 0.5
+    assert {x.dtype for x in adapters_of(tmp_path).values()} == {torch.float32}
+    assert {x.dtype for x in run["weights"].values()} == {torch.float32}, "the source's"
 
 
 def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
@@ -101,14 +94,13 @@ def test_a_width_that_nf4_computes_wrong_on_a_cpu_is_refused(tiny):
     refused("nf4 needs .* multiples of 64, this model has 32", quantize_base, gpt, "cpu")
 
 
-EXPERTS = dict(moe_intermediate_size=64, num_experts=4, num_local_experts=4, n_routed_experts=4)
-EXPERTS |= dict(num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1)
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
 def test_a_mixture_is_refused_because_its_experts_would_not_be_quantised(kind, tmp_path):
     sizes = dict(GQA, vocab_size=512, hidden_size=64, intermediate_size=64, num_attention_heads=4)
-    made(transformers.CONFIG_MAPPING[kind](**sizes | EXPERTS), tmp_path)
+    sizes |= dict(
+        moe_intermediate_size=64, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2
+    )
+    made(transformers.CONFIG_MAPPING[kind](**sizes), tmp_path)
     gpt = with_adapters(tmp_path, Lora(rank=2, targets="q_proj"))
     refused("^lora.quantize: nf4 .* experts of a mixture", quantize_base, gpt, "cpu")
 
