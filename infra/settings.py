@@ -196,11 +196,11 @@ class Eval(Sampling):
     """Completions of the policy: saved at each validation, checked before and after the run."""
 
     check: Literal["demo"] | None = None
-    """A checker that decides which answers are right: demo's. Your own is given in code,
-    main(checker=...). null: no checker."""
+    """demo: the demo's checker decides which answers are right. null: no checker. Give your own checker in code,
+    main(checker=...)."""
     check_interval: Interval | None = free(None)
-    """Steps between checks of the answers, or 0.5 epochs; always at step 0 and at the end of the run, in
-    epochs or with null also at the end of each iteration of SPIN and online KTO."""
+    """Steps between checks of the answers, or 0.5 epochs. Answers are always checked at step 0 and at the end of the
+    run. In SPIN and online KTO an interval in epochs, or null, adds the end of each iteration."""
     prompts: PositiveInt = 100
     """Number of distinct prompts of data.val that are answered and checked: the first ones. The 95% interval of the
     accuracy is 10 points or less to each side for 100 prompts, 4.5 for 500 (the demo)."""
@@ -243,14 +243,14 @@ class RunSettings:
     """auto (one device, else ddp), ddp, or fsdp (FSDP2: weights and optimizer state sharded)."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "64-true"] | None = None
     """32-true, bf16-mixed, 64-true, or bf16-true (LoRA only: the base in bf16, adapters and AdamW
-    in fp32). Default: what this machine multiplies: bf16-mixed on a GPU of capability 8.0 (Ampere) or
-    later, and on a CPU with AVX512-BF16 or AMX where the model is large enough to gain; else 32-true."""
+    in fp32). Default: bf16-mixed on a GPU of capability 8.0 (Ampere) or later, and on a CPU with
+    AVX512-BF16 or AMX if the model is large enough to gain; otherwise 32-true."""
 
     epochs: PositiveInt = 1
     """Passes over data.train, of SPIN and online KTO in each iteration. max_steps overrides it."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps of the run instead of epochs: data.train is read as often as they need. SPIN and online KTO
-    have their iterations of whole epochs, and end after so many steps in all."""
+    """Optimizer steps of the run; data.train is read as often as they need. Default: as many as the epochs have. SPIN
+    and online KTO keep the epochs of an iteration, and end after this number of steps in all."""
     stop_at: PositiveInt | None = free(None)
     """Stop, saved and resumable, after this step; the learning rate's schedule does not change."""
     batch_size: PositiveInt = 64
@@ -270,12 +270,12 @@ class RunSettings:
     log_interval: PositiveInt = free(1)
     """Steps between rows of metrics.csv. A row describes its own step, of all devices."""
     val_interval: Interval | None = free("1 epoch")
-    """Steps between validations, or 0.5 epochs; always at step 0 and at the end of the run, in epochs or
-    with null also at the end of each iteration of SPIN and online KTO."""
+    """Steps between validations, or 0.5 epochs. Step 0 and the end of the run are always validated. In SPIN and online
+    KTO an interval in epochs, or null, adds the end of each iteration."""
     save_interval: Interval | None = free("1 epoch")
-    """Steps between checkpoints, or 0.5 epochs; also at the end of the run and of each iteration of SPIN
-    and online KTO, at a new best by keep_best, or when stopped. A step is saved before it is validated, so an error
-    in a validation loses nothing; one that only its validation finds to be the best is saved after it."""
+    """Steps between checkpoints, or 0.5 epochs. A run also saves at its end, when it is stopped, and at the end of each
+    iteration of SPIN and online KTO. A step is saved before it is validated, so an error in a validation loses
+    nothing. A new best by keep_best is saved after its validation."""
     keep_last: PositiveInt = free(2)
     """Number of newest checkpoints to keep."""
     keep_best: str | None = None
