@@ -19,7 +19,7 @@ from torch import nn
 
 from checks import as_python
 from data import Step
-from infra.checkpoint import checkpoint_folder
+from infra.checkpoint import checkpoint_folder, read_state
 from infra.console import BadInput, Failed, progress, say, user_code
 from infra.devices import Stop, all_reduce, on_rank_0
 from infra.logger import format_cells, write_json
@@ -348,8 +348,13 @@ def finish(loop: "Trainer") -> None:
             continue
         export_step(run, name, step)
         say(f"\nexported to {run.folder / name}")
-        if test and (test[0].completions or run.evaluator.checker):
-            run.load(checkpoint_folder(run.folder, step))  # what moved after it goes back, too
+        checkpoint = checkpoint_folder(run.folder, step)
+        if run.state.reference_has_moved and not read_state(checkpoint).reference_has_moved:
+            say(
+                f"test, {name} weights: not scored, because the reference has moved since step {step}"
+            )
+        elif test and (test[0].completions or run.evaluator.checker):
+            run.load(checkpoint)  # what moved after it goes back, too
             scores[name] = test_row(loop, name, step)
             say(f"test, {name} weights: {', '.join(format_cells(scores[name]))}")
     if scores and run.fabric.global_rank == 0:

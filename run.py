@@ -59,13 +59,11 @@ from infra.devices import (
 from infra.logger import Logger
 from infra.optimizer import make_optimizer, what_trains
 from infra.program import program_hash
-from infra.rounding import dtype_of
 from infra.seeds import mixed
 from infra.settings import RunSettings, idle_settings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module
 from models.lora import merged_weights, reset_adapters
-from models.quantize import round_matrices
 from objective import Objective
 from records.examples import (
     Example,
@@ -75,7 +73,7 @@ from records.examples import (
 )
 from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, FrozenModel, Reference, make_reference
+from reference import AdaptersOff, Reference, make_reference
 
 # ---- what lives during a run ---------------------------------------------------------------------
 
@@ -164,18 +162,7 @@ class Run:
             self.optimizer.optimizer.state.clear()
         else:
             self.reference.set_weights(weights, share, seed)
-        # at step 0 they are equal already, unless the reference is another model
-        if self.state.step > 0 or self.cfg.reference:
-            self.state.reference_has_moved = True
-
-    def first_weights(self, of_reference: bool = False) -> dict[str, torch.Tensor]:
-        """The weights that the run, or its reference, started from, read again."""
-        is_another = of_reference and self.cfg.reference
-        source = find_model(self.cfg.reference) if is_another else self.source
-        model = load_model(source, dtype_of(self.cfg.precision))
-        if is_another or self.cfg.lora.rank or source.base:
-            round_matrices(model, self.cfg.precision)
-        return model.unique_parameters()
+        self.state.reference_has_moved = True
 
     def merged_weights(
         self, dtype: torch.dtype | None = None, seed: int = 0
@@ -216,12 +203,7 @@ class Run:
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint's tensors and the objective's state."""
-        saved = read_state(folder)
-        self.objective.load_state_dict(saved.objective_state)
-        if self.state.reference_has_moved and not saved.reference_has_moved:
-            # finish goes back to the best step: its adapters, if there are any, were trained on the first base
-            of_reference = isinstance(self.reference, FrozenModel)
-            self.reference.set_weights(self.first_weights(of_reference))
+        self.objective.load_state_dict(read_state(folder).objective_state)
         load_checkpoint(self, folder)
 
     def end(self, error: BaseException | None) -> bool:

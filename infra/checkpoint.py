@@ -78,8 +78,8 @@ class RunState:
     iteration_sizes: list[int] = field(default_factory=list)
     """How many examples `rate` has made in each iteration of online KTO so far."""
     reference_has_moved: bool = False
-    """Whether the reference is no longer the model that the run began with (Run.new_reference). If so, with LoRA, the
-    adapters of earlier steps have been merged into the base."""
+    """Whether the reference has been set anew (Run.new_reference). If so, with LoRA, the adapters of earlier steps have
+    been merged into the base."""
     started_from: str = ""
     """Hash of the policy's weights when the iteration began."""
     best_step: int | None = None
