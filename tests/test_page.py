@@ -229,8 +229,7 @@ CASES = {
         found.push(document.querySelector("[role=alert]").textContent);
         """,
         [
-            "This thumb was not saved: Not this program but something before it answered, perhaps a proxy: 502 Bad "
-            "Gateway"
+            "This thumb was not saved: A proxy or another program answered in place of this one: 502 Bad Gateway"
         ],
     ),
     "of several answers the one that a key rates has a frame": (
