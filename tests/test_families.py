@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from conftest import PARITY, numbers, ranks, train
+from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     EYES,
@@ -34,6 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import model
 import sampler
 from infra.console import BadInput
+from infra.settings import Sampling
 from models import load, other
 from models.export import export
 from models.hub import Source
@@ -322,19 +324,14 @@ def test_a_gradient_waits_for_no_device_and_experts_multiply_as_autocast_does(na
 
 @pytest.mark.parametrize("name", ["olmo3", "mixtral"])
 def test_samples_are_those_of_transformers(name, tmp_path):
-    from lightning.fabric import Fabric
-
-    from infra.settings import Sampling
-
     hf, r = folder_of(name, tmp_path), np.random.default_rng(0)
     gpt, tokenizer = load.load_model(tmp_path), Tokenizer(Source(tmp_path))
     prompts = [r.integers(512, size=n) for n in (9, 1, 15)]
-    fabric = Fabric(accelerator="cpu", devices=1)
-    ours = sampler.generate(fabric, gpt, prompts, tokenizer, Sampling(temperature=0.0), 20, seed=1)
+    fabric, greedy = Fabric(accelerator="cpu", devices=1), Sampling(temperature=0.0)
+    ours = sampler.generate(fabric, gpt, prompts, tokenizer, greedy, 20, seed=1)
+    options = dict(do_sample=False, eos_token_id=tokenizer.stops, pad_token_id=0, max_new_tokens=20)
     for prompt, answer in zip(prompts, ours):
-        ids = torch.from_numpy(prompt)[None]
-        options = dict(do_sample=False, eos_token_id=tokenizer.stops, pad_token_id=0)
-        theirs = hf.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=20, **options)
+        theirs = hf.generate(torch.from_numpy(prompt)[None], **options)
         assert answer == theirs[0, len(prompt) :].tolist()
 
 
