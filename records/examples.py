@@ -120,10 +120,7 @@ def load_file(
     records = understood_records(file, kind, data, counts, make_records)
     for record in records.values():
         counts.update(what_looks_wrong(record, tokenizer))
-    # All records of a file are rendered in one way: by the chat template if any of them needs it.
-    by_template = any(record.needs_template for record in records.values())
-    if tokenizer.template and not by_template:
-        by_template = any(record.instruct for record in records.values())
+    by_template = is_for_template(records, bool(tokenizer.template))
     plain = "plain: the model's chat template is not used" if tokenizer.template else "plain"
     counts[BY_TEMPLATE if by_template else plain] += len(records)
     examples: list[Example] = []
@@ -152,6 +149,19 @@ def load_file(
         example = example._replace(wording=wording, asked=fields)
         examples += learned_from(example, kind, counts)
     return examples
+
+
+def is_for_template(records: dict[str, Record], has_template: bool) -> bool:
+    """Whether the chat template renders the records of a file: all of them if any needs it. Raises BadInput."""
+    if has_template:
+        return any(record.needs_template or record.instruct for record in records.values())
+    for where, record in records.items():
+        if record.needs_template:
+            raise BadInput(
+                f"{where}: messages, system and tools need a chat template, and the model has none: give another "
+                "--model, or data.chat_template, such as config/dialogue.jinja"
+            )
+    return False
 
 
 def understood_records(

@@ -89,11 +89,6 @@ class Tokenizer:
         """
         if not by_template:
             return record.prompt, record.completions
-        if not self.template:
-            raise BadInput(
-                "chat template: none here, and a record of this file needs one, since it has messages, "
-                "system or tools: give --model, one that has it, or data.chat_template, such as config/dialogue.jinja"
-            )
         self.has_rendered = True
         return self.chat.render(record, Counter() if counts is None else counts)
 

@@ -323,6 +323,13 @@ def test_all_records_of_a_file_are_rendered_in_one_way(tmp_path, file):
             assert completion == ids_of(tokenizer, "c<|im_end|>\n"), "a second end is never sampled"
 
 
+def test_records_that_need_a_chat_template_are_refused_once_where_there_is_none(tmp_path):
+    needs = rated([user("p")], [bot("c")])
+    source = write(tmp_path / "d.jsonl", rated(), needs, needs)
+    with pytest.raises(BadInput, match=r"^[^\n]*d.jsonl:2: messages, .*dialogue.jinja$"):
+        load(source, plain())
+
+
 def test_a_cut_takes_the_prompts_head_and_the_completions_tail_with_its_eos(tmp_path):
     text = "a b c d f g"
     tokens = ids_of(plain(), text)

@@ -265,7 +265,6 @@ def test_the_nearest_template_wins(tmp_path):
 
 
 REFUSED = {
-    None: "chat template: none here, .*data.chat_template",
     "a\n{% for %}\n": "chat template: ",
     "{{ messages | length }}": "chat template: the rendered dialogue does not begin with",
     "{{ raise_exception('begin with\nthe user') }}": "chat template: begin with the user$",
