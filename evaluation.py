@@ -222,7 +222,8 @@ def format_before_after(before: dict, after: dict) -> str:
     pairs = zip(before["answers"], after["answers"])
     rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
     rows.sort(key=lambda row: row[1] == row[2])  # answers that changed come first
-    return "\n".join(lines) + format_rows(("prompt", "before", "after"), rows[:5])
+    lines.append(format_rows(("prompt", "before", "after"), rows[:5]))
+    return "\n".join(lines)
 
 
 def format_rows(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -231,7 +232,7 @@ def format_rows(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = []
     for row in rows:
         lines += ["", *(f"  {name:<{width}}  {short(text)}" for name, text in zip(names, row))]
-    return "\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def short(text: str) -> str:
