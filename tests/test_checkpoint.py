@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -24,9 +25,11 @@ from conftest import (
 from safetensors.torch import load_file
 from tiny_models import gpt2_from_hf
 
+from checks import check_tokens
 from infra import checkpoint
 from infra.checkpoint import checkpoints_by_step
 from infra.console import BadInput, Failed, program_file
+from records.examples import Example
 
 RUN = ("--batch_size=7", "--max_steps=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
@@ -299,10 +302,10 @@ def test_where_a_file_system_has_no_locks_the_run_says_so_and_goes_on(
     assert f"out_dir: {tmp_path}: no locks here" in capsys.readouterr().out
 
 
-def test_a_reference_without_some_ids_of_the_records_is_refused(llama, ratings, tmp_path):
-    small = shutil.copytree(llama, tmp_path / "small")
-    config = json.loads((small / "config.json").read_text()) | {"vocab_size": 70}
-    (small / "config.json").write_text(json.dumps(config))
-    line = f"^{ratings}:1: token: id [0-9]+, but the embedding of {small} has 70 rows"
+def test_a_reference_without_some_ids_of_the_records_is_refused():
+    ids = np.array([69, 70])
+    example = Example(prompt=ids, completions=(ids,), label=True, where="a.jsonl:1")
+    check_tokens([example], 71, "large")
+    line = "^a.jsonl:1: token: id 70, but the embedding of small has 70 rows"
     with pytest.raises(BadInput, match=line):
-        train(llama, ratings, tmp_path / "run", *RUN, f"--reference={small}")
+        check_tokens([example], 70, "small")

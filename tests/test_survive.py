@@ -70,8 +70,8 @@ def argv_of(tiny, ratings, demos):
 
 def run_to_the_end(n: int, folder: Path, program: str, argv) -> None:
     for child in started_ranks(n, folder, program, argv, lambda rank: rate_by_length()):
-        code, _, stderr = child.ended()
-        assert code == 0, stderr
+        code, said, stderr = child.ended()
+        assert (code, stderr) == (0, "") and "Warning" not in said, "nothing but their own lines"
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -307,9 +307,3 @@ def test_processes_that_fabric_has_launched_end_with_the_first_one(
         return found
 
     until(lambda: not others())
-
-
-def test_two_processes_say_nothing_but_their_own_lines(argv_of, tmp_path):
-    argv = argv_of("kto", tmp_path / "run", "--devices=2", "--strategy=fsdp")
-    code, said, stderr = Started(tmp_path, KTO, argv).ended()
-    assert (code, stderr) == (0, "") and "exported to" in said and "Warning" not in said
