@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -146,16 +150,18 @@ def launch(cfg: RunSettings, shard: Callable) -> Fabric:
         # gradients are views of DDP's buckets, not copies
         options = {option: False, "gradient_as_bucket_view": True}
         strategy = DDP(**options, timeout=LONGEST_WAIT)
-    fabric = Fabric(
-        accelerator=cfg.accelerator,
-        devices=devices,
-        num_nodes=nodes,
-        strategy=strategy,
-        # see resolve_processes
-        plugins=TorchElasticEnvironment() if launcher() == "torchrun" else LightningEnvironment(),
-        # bf16-true: load_model reads the base in bfloat16, and the adapters stay in float32
-        precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
-    )
+    environments = {"torchrun": TorchElasticEnvironment, "srun": SLURMEnvironment}
+    with user_error("devices"):
+        fabric = Fabric(
+            accelerator=cfg.accelerator,
+            devices=devices,
+            num_nodes=nodes,
+            strategy=strategy,
+            # see resolve_processes
+            plugins=environments.get(launcher(), LightningEnvironment)(),
+            # bf16-true: load_model reads the base in bfloat16, and the adapters stay in float32
+            precision=cfg.precision.replace("bf16-true", "bf16-mixed"),
+        )
     fabric.launch()
     if fabric.world_size > 1:
         launched.append(fabric)

@@ -4,48 +4,31 @@ import ctypes
 import os
 import signal
 
-from lightning.fabric.plugins.environments import SLURMEnvironment
-
 from infra.console import FIRST_PROCESS, launcher
 from infra.settings import refuse_unless
 
 
 def resolve_processes(devices: int) -> tuple[int, int]:
-    """-> processes on a node, and nodes: the setting `devices` on one node, or what torchrun or srun has started. After
-    it the environment has torchrun's variables, or none of them if Fabric starts the processes.
+    """-> processes on a node, and nodes: the setting `devices` on one node, or what torchrun or srun has started. If
+    Fabric starts the processes, the environment has no variables of torchrun after it.
 
     Fabric's own search for a launcher is not used. It takes SLURM_NTASKS for srun's processes, but sbatch sets that
     variable for a script, too. Raises BadInput."""
     env = os.environ
     started_by = launcher()
+    if started_by == "torchrun":
+        devices = int(env["LOCAL_WORLD_SIZE"])
+        return devices, int(env["WORLD_SIZE"]) // devices
     if started_by == "srun":
-        use_torchruns_variables()
-    elif started_by == "Fabric":
+        tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # 8, or 8(x2) on two nodes, or 8,4
+        refuse_unless("," not in tasks, f"srun: {tasks} processes: give each node as many")
+        devices = int(tasks.split("(")[0])
+        return devices, int(env["SLURM_STEP_NUM_TASKS"]) // devices
+    if started_by == "Fabric":
         end_with(int(env[FIRST_PROCESS]))
-    elif not started_by:
+    else:
         prepare_fabric_launch(devices)
-    if launcher() != "torchrun":
-        return devices, 1
-    devices = int(env["LOCAL_WORLD_SIZE"])
-    return devices, int(env["WORLD_SIZE"]) // devices
-
-
-def use_torchruns_variables() -> None:
-    """Copy the place of a process that srun has started into torchrun's variables. Raises BadInput for nodes with
-    different numbers of processes."""
-    env = os.environ
-    tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # 8, or 8(x2) on two nodes, or 8,4
-    refuse_unless("," not in tasks, f"srun: {tasks} processes: give each node as many")
-    env["RANK"] = env["SLURM_PROCID"]
-    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    env["GROUP_RANK"] = env["SLURM_NODEID"]
-    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
-    env["LOCAL_WORLD_SIZE"] = tasks.split("(")[0]
-    first_node = SLURMEnvironment.resolve_root_node_address(env["SLURM_STEP_NODELIST"])
-    env.setdefault("MASTER_ADDR", first_node)
-    # another port for each step of each job: two may share a node
-    port = 15000 + (int(env["SLURM_JOB_ID"]) * 31 + int(env["SLURM_STEP_ID"])) % 10000
-    env.setdefault("MASTER_PORT", str(port))
+    return devices, 1
 
 
 def prepare_fabric_launch(devices: int) -> None:
