@@ -235,10 +235,6 @@ def test_the_numbers_after_training_are_of_the_exported_weights(name, llama, rat
     for folder in ("final", "best"):
         by_hand = margin_of(out / folder, llama)
         assert tests[folder]["rewards/margins"] == pytest.approx(by_hand, **within)
-    if "bf16" not in name:
-        step, trained = out / "checkpoints" / "step-00000003", tmp_path / "trained"
-        start("export", [str(step), "--out", str(trained), "--dtype=float32"])
-        assert margin_of(trained, llama) != pytest.approx(validated, rel=5e-5), "else all are one"
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

@@ -10,21 +10,17 @@ import pytest
 import torch
 import transformers
 from tiny_models import (
-    HF,
     LLAMA,
     gpt_of,
-    logits,
     made,
     ragged,
     same,
     shaken,
-    with_adapters,
 )
 
 import attention
 import head
 import model
-from infra.settings import Lora
 from models import load
 from packing import pack
 
@@ -98,7 +94,7 @@ def chunked(monkeypatch, vocabulary: int, tokens: int) -> list:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
+def test_packed_batches_and_cached_prompts_give_what_plain_forwards_give(
     shape, tiny, monkeypatch, exact_norms
 ):
     dtype = torch.float64
@@ -114,7 +110,8 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
         batch = pack(prompts, completions)
         calls = chunked(monkeypatch, V, tokens)
         theirs = plainly(other, prompts, completions)
-        ours = gpt(batch).logps
+        scores = gpt(batch, keeps_prompts=True)
+        ours = scores.logps
         assert sum(calls) == len(batch.target_T) and max(calls) <= tokens, "no (N, V) logits"
         lengths = [[len(y) for y in ys] for ys in completions]
         assert batch.length_BK.tolist() == lengths
@@ -132,6 +129,13 @@ def test_packed_batches_give_the_log_probs_and_gradients_of_plain_forwards(
         # some gradients, like that of a key's bias, are 0 but for rounding
         for name, x in reference.items():
             assert (mine[name] - x).norm() <= tolerance * (x.norm() + 0.01 * whole), name
+        # other completions after the same prompts; of those of one token none is an input
+        others = ragged(2, V, seed + 1)[1]
+        for later in (others, [tuple(y[:1] for y in ys) for ys in others]):
+            with torch.no_grad():
+                logps = gpt(pack(prompts, later), scores.prompts).logps
+                exact = plainly(other, prompts, later)
+            assert ((logps - exact) / exact).abs().max() <= tolerance
 
 
 # ---- the parts of a block ------------------------------------------------------------------------
@@ -257,36 +261,6 @@ def test_flash_attention_is_chosen_where_torch_has_a_kernel(fits, options, monke
     assert attention.flash_fits(o, q, v) == fits
 
 
-# ---- prompts computed once -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_prompts_computed_once_serve_other_completions_and_keep_their_gradient(
-    shape, tiny, monkeypatch
-):
-    gpt, _ = pair(shape, tiny, torch.float64)
-    (prompts, completions), (_, others) = ragged(1, 61, 0), ragged(2, 61, 1)
-    batch = pack(prompts, completions)
-    # also completions of one token: none of their tokens is an input
-    ones = [tuple(y[:1] for y in ys) for ys in others]
-    later = [pack(prompts, x) for x in (others, ones)]
-    gpt(batch).logps.sum().backward()
-    gradients = {n: p.grad.clone() for n, p in gpt.unique_parameters().items()}
-    tolerance = 1e-10
-    for tile in (1, 30, 128):
-        monkeypatch.setattr(attention, "TILE_TOKENS", tile)
-        gpt.zero_grad()
-        scores = gpt(batch, keeps_prompts=True)
-        first = scores.logps
-        with torch.no_grad():
-            assert same(first.detach(), gpt(batch).logps, tolerance)
-            for other in later:
-                assert same(gpt(other, scores.prompts).logps, gpt(other).logps, tolerance)
-        first.sum().backward()
-        for name, p in gpt.unique_parameters().items():
-            assert same(p.grad, gradients[name], tolerance)
-
-
 # ---- precision -----------------------------------------------------------------------------------
 
 
@@ -374,21 +348,6 @@ def test_the_head_of_a_gpu_adds_its_matrix_gradient_up_in_float32():
     exact = gradient(torch.float64, torch.float64, False)
     cpu, gpu = (gradient(torch.float32, torch.bfloat16, gpu) - exact for gpu in (False, True))
     assert gpu.norm() < cpu.norm() / 2
-
-
-@pytest.mark.parametrize("targets", ["q_proj", "lm_head"])
-def test_a_model_measures_the_entropy_of_its_completions_where_it_is_asked(targets, tmp_path):
-    made(HF["llama"], tmp_path)
-    gpt = with_adapters(tmp_path, Lora(rank=2, targets=targets))
-    prompts, completions = ragged(2, 97, 0)
-    batch = pack(prompts, completions)
-    assert gpt(batch).entropy is None
-    entropy_BK = gpt(batch, entropy=True).entropy
-    for b, k in ((0, 0), (4, 1), (2, 1)):
-        prompt, completion = prompts[b], completions[b][k]
-        logits_TV = logits(gpt, [*prompt, *completion[:-1]])[len(prompt) - 1 :]
-        expected = torch.distributions.Categorical(logits=logits_TV).entropy().sum()
-        assert same(entropy_BK[b, k], expected.detach(), 1e-4)
 
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():

@@ -20,7 +20,7 @@ from infra.logger import Logger
 from infra.optimizer import make_optimizer
 from infra.settings import Lora
 from models import load
-from models.lora import disable_adapters, merged_weights
+from models.lora import merged_weights
 from models.quantize import quantize_base
 from packing import pack
 
@@ -81,10 +81,6 @@ def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
         evaluated = gpt.eval()(batch).logps
     trained = gpt.train()(batch).logps
     assert torch.equal(evaluated, trained)
-    with disable_adapters(gpt):
-        assert torch.equal(gpt(batch).logps, trained)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert gpt.transformer.h[0].attn.proj.linear(torch.randn(5, 64)).dtype == torch.bfloat16
     trained.sum().backward()
     assert gpt.transformer.h[0].attn.qkv.lora_B.grad.abs().max() > 0, "through the last block too"
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT
 from torch import nn
 
 import attention
@@ -205,15 +204,3 @@ def refused(match: str, f, *args) -> str:
         f(*args)
     assert "\n" not in str(e.value) and len(str(e.value)) < 600, e.value
     return str(e.value)
-
-
-def check_docs_table(mark: str, rows: list[str], end: str) -> None:
-    """docs/families.md has these rows between the comment <!-- mark --> and `end`. Where the table differs,
-    this rewrites it and fails."""
-    file = ROOT / "docs" / "families.md"
-    before, mark, after = file.read_text().partition(f"<!-- {mark} -->\n")
-    old, end, rest = after.partition(f"\n\n{end}")
-    new = "\n".join(rows)
-    if old != new:
-        file.write_text(before + mark + new + end + rest)
-    assert old == new, "docs/families.md was another table, and is now this one"
