@@ -77,13 +77,16 @@ def ids(e: Example) -> list[list[int]]:
 def test_a_pair_stays_a_pair_for_dpo_and_becomes_two_rated_examples_for_kto(tmp_path):
     record = {"prompt": "p", "chosen": "good", "rejected": "bad", "weight": 2, "source": "s"}
     source = write(tmp_path / "d.jsonl", record | {"chosen_reward": 3, "rejected_reward": 2})
-    prompt, good, bad = (ids_of(plain(), text) for text in ("p", "good", "bad"))
+    good, bad = ([*ids_of(plain(), text), EOS] for text in ("good", "bad"))
     (pair,) = read(source, plain(), "paired", extra="source")
     up, down = read(source, plain(), "rated", extra="source")
-    assert ids(pair) == [prompt, good + [EOS], bad + [EOS]] and pair.rewards == (3, 2)
-    assert ids(up) == [prompt, good + [EOS]] and (up.label, up.rewards) == (True, (3, None))
-    assert ids(down) == [prompt, bad + [EOS]] and (down.label, down.rewards) == (False, (2, None))
-    for e in (pair, up, down):
+    for e, answers, label, rewards in (
+        (pair, [good, bad], True, (3, 2)),
+        (up, [good], True, (3, None)),
+        (down, [bad], False, (2, None)),
+    ):
+        assert ids(e) == [ids_of(plain(), "p"), *answers]
+        assert (e.label, e.rewards) == (label, rewards)
         assert (e.where, e.weight, e.extra) == (f"{source}:1", 2, {"source": "s"})
 
 
@@ -242,16 +245,17 @@ def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypa
         assert found == right, name
 
 
+def parts(turns: list, kind: str = "text") -> list:
+    """The same messages with a list of parts as content."""
+    return [turn | {"content": [{"type": kind, "text": turn["content"]}]} for turn in turns]
+
+
 def test_messages_are_the_same_ids_however_a_file_holds_them(tmp_path):
     def read_as(form) -> list:
-        records = [rated(form([user("p")]), form([bot("c")])), rated([user("q")], [bot("d")])]
-        return list(map(ids, read(write(tmp_path / "d.jsonl", *records), chat())))
+        record = rated(form([user("p")]), form([bot("c")]))
+        return list(map(ids, read(write(tmp_path / "d.jsonl", record), chat())))
 
-    def parts(turns: list, kind: str = "text") -> list:
-        return [x | {"content": [{"type": kind, "text": x["content"]}]} for x in turns]
-
-    right = read_as(list)
-    assert read_as(parts) == read_as(json.dumps) == right
+    assert read_as(parts) == read_as(json.dumps) == read_as(list)
     for wrong, reason in (
         (lambda turns: parts(turns, "image"), "expected a string, or messages with a known role"),
         (str, "messages as a text of JSON: Expecting"),
@@ -509,13 +513,6 @@ def test_a_mismatched_pair_takes_the_next_completion_of_another_prompt_and_text(
     assert partners_of(letters(*pairs)) == partners
 
 
-def test_completions_are_compared_after_cutting(tmp_path):
-    source = write(tmp_path / "d.jsonl", rated("a", "xyz1"), rated("b", "xyz2"), rated("c", "z"))
-    assert partners_of(read(source, plain())) == [1, 2, 0]
-    cut = read(source, plain(), max_completion=3)
-    assert partners_of(cut) == [2, 2, 0], "a and b now say the same"
-
-
 def paired(examples: list[Example], room: int = 99) -> Step:
     return Step(examples, data.next_mismatched_completions(examples), budget=Budget(limit=room))
 
@@ -527,17 +524,13 @@ def test_a_step_hands_out_own_and_mismatched_completions():
     own, lent = step.micro_batch(Part([0, 2])).packed, step.micro_batch(Part([2])).mismatched
     assert own.target_T.tolist() == [3, 4, 3, 4] and own.length_BK.tolist() == [[2], [2]]
     assert lent.token_N.tolist() == [9, 6, 7] and lent.target_T.tolist() == [6, 7, 8]
-    for room, left in ((13, []), (12, [[2]])):
-        parts = paired(found, room).parts
-        assert [part.indices for part in parts[1:]] == left, (
-            "5, 4 and 4 tokens: the longer of the two"
-        )
+    # 5, 4 and 4 tokens: the longer of the two completions counts
+    assert [len(paired(found, room).parts) for room in (13, 12)] == [1, 2]
 
 
 def test_examples_of_one_prompt_stay_together():
-    a, b, c, d = ([1, 2], [3, 4]), ([5], [6]), ([1, 2], [7, 8, 9]), ([5], [3, 4])
-    step = paired([example(*x) for x in (a, b, c, d)], room=2 + 2 + 3)
-    assert step.parts == [Part([0, 2]), Part([1, 3])]
+    examples = [example(*x) for x in (([1, 2], [3, 4]), ([5], [6]), ([1, 2], [7, 8]), ([5], [3]))]
+    assert paired(examples, room=2 + 2 + 2).parts == [Part([0, 2]), Part([1, 3])]
     found = [example([1, 2, 3, 4, 5], [i, i, i]) for i in range(3)]
     step = Step(found, budget=Budget(limit=5 + 3 + 3))
     assert sorted(len(part.indices) for part in step.parts) == [1, 2], "the prompt counts, too"
@@ -558,27 +551,21 @@ def test_a_step_has_rewards_labels_weights_numbers_of_prompts_and_the_records_fi
 # ---- micro-batches -----------------------------------------------------------------------------------------
 
 
-def split(sizes, ranks, size, tokens) -> list[list[Part]]:
-    """A pass's micro-batches of each rank, of examples that have a prompt each."""
-    groups = [[i] for i in range(len(sizes))]
-    budget = Budget(0, ranks, tokens or size, bool(tokens))
-    return data.split_groups(groups, sizes if tokens else [1] * len(sizes), budget)
-
-
 def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micro_batches():
     """Fewer examples than ranks, sizes that ranks do not divide, over-long examples."""
     rng, fillers, alone = random.Random(1), 0, 0
     budgets = [(1, None), (3, None), (100, None), (None, 10), (None, 50), (None, 10_000)]
     for n, ranks, (size, tokens) in product((1, 2, 3, 5, 13, 32), (1, 2, 3, 5), budgets):
-        sizes = [rng.randint(1, 40) for _ in range(n)]
-        micros = split(sizes, ranks, size, tokens)
+        sizes = [rng.randint(1, 40) if tokens else 1 for _ in range(n)]
+        limit = tokens or size
+        groups = [[i] for i in range(n)]  # each has a prompt of its own
+        micros = data.split_groups(groups, sizes, Budget(0, ranks, limit, bool(tokens)))
         real = [[m.indices for m in mine if not m.filler] for mine in micros]
         assert sorted(chain(*chain(*real))) == list(range(n))
-        assert len({len(mine) for mine in micros}) == 1
-        assert len(micros[0]) == max(map(len, real)), "no round of fillers only"
+        assert {len(mine) for mine in micros} == {max(map(len, real))}, "no round of fillers only"
         fillers += sum(len(micros[0]) - len(mine) for mine in real)
         for index in chain(*real):
-            over = len(index) > size if size else sum(sizes[i] for i in index) > tokens
+            over = sum(sizes[i] for i in index) > limit
             assert not over or tokens and len(index) == 1
             alone += over
     assert fillers > 50 and alone > 50
@@ -588,20 +575,15 @@ def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micr
 
 
 def test_an_epochs_order_is_a_permutation_and_a_function_of_epoch_and_seed_only():
-    def order(epoch, seed):
-        return data.shuffled(50, epoch, seed)
-
-    first = order(3, 7)
-    assert sorted(first) == list(range(50)) and first != list(range(50))
+    first = data.shuffled(50, 3, 7)
+    assert sorted(first) == list(range(50)) != first
     torch.manual_seed(99)  # somebody draws in between
-    torch.rand(3)
-    assert order(3, 7) == first
-    others = {tuple(order(epoch, 7)) for epoch in range(10)} | {tuple(order(2, 8))}
+    assert data.shuffled(50, 3, 7) == first
+    others = {tuple(data.shuffled(50, epoch, 7)) for epoch in range(10)}
+    others.add(tuple(data.shuffled(50, 2, 8)))
     assert len(others) == 11, "or two seeds would repeat each other, an epoch apart"
     one, two = (online.items_of_iteration(list(range(50)), i, 50, 7) for i in (1, 2))
-    assert sorted(one) == sorted(two) == list(range(50)) and one != two, (
-        "another round, another order"
-    )
+    assert sorted(one) == sorted(two) == list(range(50)) and one != two
 
 
 def test_by_prompt_the_examples_of_a_prompt_come_together_in_every_epoch():
