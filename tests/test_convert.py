@@ -142,20 +142,12 @@ def test_what_is_wrong_is_one_line_with_the_nearest_names_that_are_there(tmp_pat
 # ---- what is written -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["langfuse", "langsmith"])
-def test_tools_that_stand_beside_the_messages_are_in_the_record(tmp_path, name):
+def test_tools_that_stand_beside_the_messages_are_in_the_record(tmp_path):
     """Langfuse's input is an object, not a list of messages, if there are tools."""
     tools = [{"type": "function", "function": {"name": "weather", "description": "Rain?"}}]
     asked = {"messages": [user("Wet?")], "tools": tools}
-    record = {
-        "langfuse": {"type": "GENERATION", "input": asked, "output": "No.", "user-feedback": [1]},
-        "langsmith": {
-            "inputs": asked,
-            "outputs": {"choices": [{"message": bot("No.")}]},
-            "feedback_stats": {"user_score": {"n": 1, "avg": 1.0}},
-        },
-    }[name]
-    (converted,) = records_of(convert(write(tmp_path / "d.jsonl", record), form=name))
+    record = {"type": "GENERATION", "input": asked, "output": "No.", "user-feedback": [1]}
+    (converted,) = records_of(convert(write(tmp_path / "d.jsonl", record), form="langfuse"))
     assert (converted["prompt"], converted["tools"]) == ([user("Wet?")], tools)
 
 
@@ -171,18 +163,20 @@ def test_a_call_of_tools_without_a_word_is_an_answer_in_lists_and_in_pairs_too(t
 
 
 def test_the_users_next_message_after_a_rated_answer_stands_beside_it(tmp_path):
-    def node(name: str, parent: str | None, role: str, content: str, **more) -> dict:
-        return {"id": name, "parentId": parent, "role": role, "content": content, **more}
+    def node(name: str, parent: str | None, content: str, rating=None, **more) -> tuple[str, dict]:
+        role = "assistant" if rating else "user"
+        node = {"id": name, "parentId": parent, "role": role, "content": content, **more}
+        return name, node | ({"annotation": {"rating": rating}} if rating else {})
 
     nodes = [
-        node("u", None, "user", "Tea?"),
-        node("a", "u", "assistant", "Hot.", annotation={"rating": -1}),
-        node("b", "u", "assistant", "Cold.", annotation={"rating": 1}),
-        node("v", "a", "user", "Too hot!"),
-        node("w", "a", "user", "Thanks."),
-        node("x", "b", "user", "Hm", files=["x.png"]),
+        node("u", None, "Tea?"),
+        node("a", "u", "Hot.", -1),
+        node("b", "u", "Cold.", 1),
+        node("v", "a", "Too hot!"),
+        node("w", "a", "Thanks."),
+        node("x", "b", "Hm", files=["x.png"]),
     ]
-    source = saved(tmp_path, {"chat": {"history": {"messages": {x["id"]: x for x in nodes}}}})
+    source = saved(tmp_path, {"chat": {"history": {"messages": dict(nodes)}}})
     down, up = records_of(convert(source, form="openwebui_chats"))
     assert down["next"] == "Too hot!", "the first one; the others are later versions"
     assert "next" not in up, "it is no text"
@@ -212,14 +206,21 @@ def test_a_file_is_whole_or_not_there_and_the_first_twenty_faults_are_said(tmp_p
     lines = run.stderr.splitlines()
     assert len(lines) == 20 and lines[0].startswith(f"error: {source}:2: label: expected true")
     assert sorted(tmp_path.iterdir()) == [tmp_path / "d.jsonl", out], "and nothing beside"
-    half = write(tmp_path / "half.jsonl", rated("p", "\ud83d"))
-    (line,) = refusal(half, where="label=true")
-    assert line.startswith(f"{half}:1: completion: ") and "half of a character" in line
-    (line,) = refusal(write(tmp_path / "e.jsonl", rated(kind="x")), where="kind=y|null")
-    assert line.endswith("e.jsonl: no records; 1 dropped by --where")
+
+
+def test_nothing_to_write_and_a_wrong_name_are_refused(tmp_path):
+    source = write(tmp_path / "d.jsonl", rated(kind="x"))
+    (line,) = refusal(source, where="kind=y|null")
+    assert line.endswith("d.jsonl: no records; 1 dropped by --where")
     for name in ("ratings.csv", "d.jsonl"):
         with pytest.raises(BadInput, match="^--out: .*: expected another file, whose name ends in"):
             main([source, f"--out={tmp_path / name}"])
+    # half of an emoji, also in a text of JSON inside the record
+    for answer in ("\ud83d", json.dumps({"role": "assistant", "content": "\ud83d"})):
+        (line,) = refusal(
+            write(tmp_path / "e.jsonl", rated("p", answer)), columns="completion=completion"
+        )
+        assert ":1: completion: " in line and "half of a character" in line
 
 
 def test_without_out_three_records_are_shown_and_a_form_that_fits_must_be_given(tmp_path, capsys):
