@@ -135,8 +135,6 @@ class Layout:
                     raise BadInput(f"--columns: {name}: it needs {other}, too")
         if "prefix" in columns and not columns.keys() & {"a", *ANSWERS}:
             raise BadInput("--columns: prefix: it needs the columns of the answers, too")
-        if self.has_lists("chosen") and "rejected" not in columns:
-            raise BadInput("--columns: chosen: a list of answers needs rejected, too")
         if self.marks and not columns.keys() & set(TEXTS):
             raise BadInput("--turns: which fields have the marks? --columns prompt=prompt,...")
         if "verdict" in columns and "label" in columns:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from convert.layout import Conversion
 from convert.paths import nearest, paths_in
-from convert.reader import Reader, converted
+from convert.reader import Reader
 from infra.console import BadInput, user_error
 from infra.parse import parse_command, read_yaml
 from infra.settings import find_path, read_text, split_commas
@@ -29,7 +29,7 @@ def main(words: list[str]) -> None:
     if settings == Conversion(settings.file, kind=settings.kind, out=settings.out):
         settings = with_fitting_form(settings)
     counts: Counter = Counter()
-    records = converted(settings, counts)
+    records = Reader(settings, counts).read_all()
     if settings.out:
         write(records, settings, counts)
     else:

@@ -26,15 +26,6 @@ KINDS = {True: "up", False: "down", None: "unrated"}
 Raws = Iterable[tuple[str, object]]
 
 
-def converted(settings: Conversion, counts: Counter) -> Iterator[dict]:
-    """Our records of all files. Raises BadInput: see Reader.read."""
-    reader = Reader(settings, counts)
-    files = []
-    for name in split_sources(settings.file):
-        files += files_of(name)
-    yield from reader.read([decoded_records(file, reader.faults, counts) for file in files])
-
-
 class Reader:
     """Makes our records of foreign ones, and counts those that it reads, makes and drops."""
 
@@ -46,6 +37,11 @@ class Reader:
         self.inner_records = Column(settings.records) if settings.records else None
         self.samples: list[object] = []  # a few raw records, for messages
         self.faults: list[str] = []
+
+    def read_all(self) -> Iterator[dict]:
+        """Our records of all files. Raises BadInput: see read."""
+        files = chain.from_iterable(map(files_of, split_sources(self.settings.file)))
+        yield from self.read([decoded_records(file, self.faults, self.counts) for file in files])
 
     def read(self, files: list[Raws]) -> Iterator[dict]:
         """Our records of those of several files. Raises BadInput at the end, with the first twenty bad records."""

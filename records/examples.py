@@ -331,7 +331,7 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     """Findings that are right in some files and mistakes in others, such as an empty completion. The table counts
     them. A special token in a text of the record is read as this token, not as its letters."""
     for name in record.beside:
-        if name != "date" or not tokenizer.chat.uses_date:
+        if name != "date":  # a chat template may print it
             yield f"with {name}, which nothing reads"
     if record.spans:
         yield "with marked parts, which batch.token_label tells a loss"

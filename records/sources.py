@@ -60,10 +60,12 @@ def decoded_records(
     """(file:place, record) of each record of a file. Invalid JSON is added to `faults`."""
     for place, raw in read_records(file, counts):
         where = f"{file}:{place}"
-        with collect(faults, where):
-            if isinstance(raw, bytes):
-                raw = parse_json(raw)
-            yield where, raw
+        try:
+            record = parse_json(raw) if isinstance(raw, bytes) else raw
+        except ValueError as e:
+            faults.append(fault_of(where, e))
+        else:
+            yield where, record
 
 
 @contextmanager
@@ -72,8 +74,12 @@ def collect(faults: list[str], where: str):
     try:
         yield
     except ValueError as e:  # BadInput, or Python's own for a text that is no JSON or no Unicode
-        # json counts lines within the line that it gets
-        faults.append(f"{where}: {e}".replace("line 1 ", ""))
+        faults.append(fault_of(where, e))
+
+
+def fault_of(where: str, error: ValueError) -> str:
+    # json counts lines within the line that it gets
+    return f"{where}: {error}".replace("line 1 ", "")
 
 
 def read_records(source: str, counts: Counter | None = None) -> Iterator[tuple[int | str, object]]:

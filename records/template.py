@@ -306,29 +306,26 @@ def texts_of_tools(record: Record, dialogue: list[dict]) -> Iterator[Text]:
             yield Text(-1, turn["role"], "name", turn["name"])
     for tool in functions + (record.tools or []):
         function = tool.get("function", tool)
-        arguments = as_object(function.get("arguments"))
-        for text in (function["name"], *keys_and_texts(arguments), *described(function)):
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        texts = [
+            function["name"],
+            *keys_and_texts(as_object(function.get("arguments"))),
+            *properties,
+        ]
+        # the rest of a schema has many forms
+        for schema in (function, *properties.values()):
+            description = schema.get("description") if isinstance(schema, dict) else None
+            texts += [description] if isinstance(description, str) else []
+        for text in texts:
             yield Text(-1, "tools", "text", text)
-
-
-def described(function: dict) -> Iterator[str]:
-    """The descriptions of a tool and of its parameters. The rest of a schema has many forms."""
-    properties = (function.get("parameters") or {}).get("properties") or {}
-    yield from properties
-    for schema in (function, *properties.values()):
-        text = schema.get("description") if isinstance(schema, dict) else None
-        if isinstance(text, str):
-            yield text
 
 
 def keys_and_texts(value: object) -> Iterator[str]:
     """All keys and all texts within a value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for key, x in value.items():
-            yield key
-            yield from keys_and_texts(x)
-    elif isinstance(value, list):
+    if isinstance(value, dict):
+        value = [x for item in value.items() for x in item]
+    if isinstance(value, list):
         for x in value:
             yield from keys_and_texts(x)
