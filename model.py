@@ -270,13 +270,6 @@ class GPT(Packed):
             x_RQC = self.run_block(block, x_RQC, cos_RQD, sin_RQD, attention)
         return self.transformer.ln_f(x_RQC)
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Draw the weights of a new model: gpt.apply(gpt._init_weights)"""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-
 
 class Block(nn.Module):
     """Attention, then an MLP. Each reads a norm of the hidden states and adds its output to them."""

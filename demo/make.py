@@ -21,9 +21,11 @@ import argparse
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import litgpt
 import numpy as np
 import torch
 import transformers
@@ -175,7 +177,7 @@ def make_base(task: Task, folder: Path, rng: random.Random, held_out: set[str]) 
     config = CONFIG | {"vocab_size": len(tokenizer.hf)}
     hf_config = transformers.GPT2Config(**config)
     gpt = model.GPT(load.litgpt_config(hf_config))
-    gpt.apply(gpt._init_weights)
+    gpt.apply(partial(litgpt.GPT._init_weights, gpt))
     gpt.lm_head.weight = gpt.transformer.wte.weight
     optimizer = torch.optim.AdamW(gpt.parameters(), LR, (0.9, 0.99), weight_decay=0.0)
     for step in range(1, STEPS + 1):

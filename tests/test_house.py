@@ -93,7 +93,7 @@ BUDGETS = {
     "generate.py": 1_740,
     "head.py": 1_350,
     "kto.py": 1_160,  # kto.balance; a fork's attributes take the place of settings
-    "model.py": 2_570,  # log-probs of several tokens at a place
+    "model.py": 2_510,  # log-probs of several tokens at a place
     "objective.py": 730,  # settings that depend on the records
     "online.py": 1_190,  # the plan for as many examples as rate made
     "packing.py": 1_600,
@@ -102,7 +102,7 @@ BUDGETS = {
     "report.py": 1_030,
     "rollout.py": 2_380,  # an iteration has as many steps as the examples that rate made
     "run.py": 1_940,  # the context of a run, which was in checks.py
-    "sampler.py": 2_430,
+    "sampler.py": 2_320,
     "spin.py": 1_120,
     "sweep.py": 630,
     "trainer.py": 2_980,  # the reference names the tokens of Objective.top_k
