@@ -361,18 +361,27 @@ class Own(kto.KTO):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
         return loss_B, columns | {"age": batch.extra("age")}
 
+    def make_z(self, logratio_n, step):
+        return torch.arange(step.size) / 10
+
     def metrics(self, columns, z):
         mine = {"a": columns["loss"].mean(), "b": np.float32(2), "c": torch.ones(1), "d": None}
         return super().metrics(columns, z) | mine
 
 
-def test_a_loss_sees_the_fields_of_its_examples_and_metrics_may_be_tensors(tiny, tmp_path):
+def test_fields_and_z_of_an_example_reach_it_in_any_micro_batch_and_metrics_may_be_tensors(
+    tiny, tmp_path
+):
     records = [tokens.rated(f"p{i}", f"c{i}", age=i) for i in range(6)]
     data = tokens.write(tmp_path / "d.jsonl", *records)
-    argv = ("--batch_size=6", "--epochs=1", "--micro_batch_size=1", "--data.extra=age")
-    (row,) = train(tiny, data, tmp_path / "run", *argv, objective=Own)["rows"]
-    assert row["age"] == 2.5 and row["a"] == pytest.approx(row["loss"])
-    assert (row["b"], row["c"], row["d"]) == (2, 1, None)
+    losses = []
+    for size in "61":
+        argv = (*COMMON, "--max_steps=3", f"--micro_batch_size={size}", "--data.extra=age")
+        rows = train(tiny, data, tmp_path / size, *argv, objective=Own)["rows"]
+        losses.append([row["loss"] for row in rows])
+        assert rows[0]["age"] == 2.5 and rows[0]["a"] == pytest.approx(rows[0]["loss"])
+        assert (rows[0]["b"], rows[0]["c"], rows[0]["d"]) == (2, 1, None)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != 0.5
 
 
 KNOWN = kto.KTOSettings()
@@ -577,20 +586,6 @@ def test_mismatched_pairs_of_ones_own_may_depend_on_the_last_step_and_be_no_answ
     assert row["kl"] == pytest.approx(max(0, r.mean().item()), abs=1e-4)
     assert row["kl/stderr"] == pytest.approx(r.std().item() / 6**0.5, rel=1e-3)
     assert row["kl/pairs"] == 6 and row["kl/stderr"] > 1e-3
-
-
-class OwnZ(kto.KTO):
-    def make_z(self, logratio_n, step):
-        return torch.arange(step.size) / 10
-
-
-def test_an_examples_own_z_reaches_it_in_any_micro_batch(tiny, ratings, tmp_path):
-    losses = []
-    for size in "61":
-        argv = ("--batch_size=6", "--max_steps=3", f"--micro_batch_size={size}")
-        rows = train(tiny, ratings, tmp_path / size, *argv, objective=OwnZ)["rows"]
-        losses.append([row["loss"] for row in rows])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != 0.5
 
 
 # ---- the loop ------------------------------------------------------------------------------------
