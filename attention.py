@@ -212,7 +212,7 @@ class PackedAttention:
             segments = [Segment(n_queries, n_prompt, is_prompt=True)]
             segments += [Segment(n, n) for n in n_completions]
             prompts.append(segments)
-        if self.prompts is not None and self.batch.token_0_stands_in:
+        if self.prompts is not None and self.batch.has_no_completion_input:
             prompts[0][0] = prompts[0][0]._replace(n_queries=1)
         return prompts
 

@@ -69,13 +69,6 @@ class Settings(RunSettings):
             self.online.num_generations == 1 or self.online.temperature > 0,
             "online.num_generations: at temperature 0 all answers to a prompt are equal",
         )
-        n_prompts = self.online.prompts_per_iteration
-        if n_prompts is not None:
-            n = n_prompts * self.online.num_generations
-            refuse_unless(
-                n >= self.batch_size,
-                f"batch_size: {self.batch_size}, but an iteration has {n} answers",
-            )
 
 
 class OnlineKTO(KTO):

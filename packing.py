@@ -102,7 +102,7 @@ class PackedBatch(NamedTuple):
         return len(self.key_I) > len(self.token_N)
 
     @property
-    def token_0_stands_in(self) -> bool:
+    def has_no_completion_input(self) -> bool:
         """Whether no completion has an input token, so that completion_M is token 0."""
         return len(self.prompt_P) == len(self.token_N)
 

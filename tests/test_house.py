@@ -95,7 +95,7 @@ BUDGETS = {
     "kto.py": 1_160,  # kto.balance; a fork's attributes take the place of settings
     "model.py": 2_510,  # log-probs of several tokens at a place
     "objective.py": 730,  # settings that depend on the records
-    "online.py": 1_190,  # the plan for as many examples as rate made
+    "online.py": 1_160,  # the plan for as many examples as rate made
     "packing.py": 1_600,
     "preview.py": 850,  # which was in records/
     "reference.py": 1_690,  # the keys of its cache, which were in packing.py

@@ -273,7 +273,9 @@ def test_more_prompts_an_iteration_than_there_are_are_all_and_its_end_is_saved(
 
 
 TOO_FEW = {  # what is said -> the arguments
-    "batch_size: 4, but an iteration has 2 answers": ("--online.prompts_per_iteration=1",),
+    ".*prompts.jsonl: 2 examples are fewer than batch_size=4": (
+        "--online.prompts_per_iteration=1",
+    ),
     ".*prompts.jsonl: .* examples are fewer than batch_size=99": (
         "--batch_size=99", "--online.prompts_per_iteration=null"
     ),
