@@ -265,10 +265,11 @@ class MicroBatch:
     def token_label(self) -> torch.Tensor:
         """(B, L) 1 or -1 at tokens in a part of the completion that the record marks as good or bad (`spans`), 0 at all
         other tokens."""
-        label_BL = torch.zeros(len(self.examples), self.step.longest)
-        for label_L, example in zip(label_BL, self.examples):
-            label_L[: len(example.token_label)] = torch.as_tensor(example.token_label)
-        return to_device(label_BL, self.index_B.device)
+        rows = []
+        for example in self.examples:
+            unmarked = self.step.longest - len(example.token_label)
+            rows.append([*example.token_label, *[0] * unmarked])
+        return to_device(torch.tensor(rows), self.index_B.device)
 
     @property
     def reward(self) -> torch.Tensor:
