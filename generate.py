@@ -134,9 +134,6 @@ def read_prompts(
 
 # ---- the command --------------------------------------------------------------------------------
 
-# fields of an answer's line that its record does not give
-OWN_FIELDS = ("generator", "settings", "completion", "cut")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Sampling):
@@ -255,14 +252,9 @@ def main(argv: list[str] | None = None) -> None:
         args,
         [
             (not args.prompts, for_files, "only with --prompts"),
-            (args.temperature == 0, "top_p seed", GREEDY),
+            (args.temperature == 0, "top_p seed num_generations", GREEDY),
         ],
     )
-    if args.num_generations > 1 and args.temperature == 0:
-        faults.append("num_generations: at temperature 0 all answers to a prompt are equal")
-    reserved = [name for name in split_commas(args.extra) if name in OWN_FIELDS]
-    if reserved:
-        faults.append(f"extra: {', '.join(reserved)}: what an answer's own line says")
     out = Path(args.out).expanduser()
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")

@@ -444,11 +444,6 @@ def test_the_same_command_continues_a_file_of_answers_and_another_one_does_not(p
         (["--prompts=p.jsonl"], "p.jsonl:2: prompt: from 1 to 127 tokens fit this model, got "),
         (["--prompts=q.jsonl"], "q.jsonl:1: prompt: the model has no chat template"),
         (["--prompts=p.jsonl", "--extra=kind"], "p.jsonl:1: kind: missing"),
-        (["--extra=generator,cut"], "extra: generator, cut: what an answer's own line says"),
-        (
-            ["--num_generations=3", "--temperature=0"],
-            "num_generations: at temperature 0 all answers",
-        ),
     ],
 )
 def test_a_mistake_of_the_program_is_one_line(argv, message, tiny, tmp_path, monkeypatch):

@@ -198,7 +198,10 @@ def test_what_cannot_act_as_it_is_meant_is_refused(argv, message, said):
 
 ASKED = [
     ("--out=b.jsonl --extra=a --num_generations=2 --batch_size=2", "only with --prompts"),
-    ("--temperature=0 --seed=2 --top_p=0.5", "temperature 0 takes the likeliest token"),
+    (
+        "--temperature=0 --seed=2 --top_p=0.5 --num_generations=2",
+        "temperature 0 takes the likeliest token",
+    ),
     ("--chat_template_kwargs=a=b", "no record goes through the chat template"),
 ]
 
