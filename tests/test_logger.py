@@ -280,7 +280,7 @@ def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps()
 
 
 def test_some_seconds_pass_from_one_line_about_work_to_the_next(capsys, monkeypatch):
-    clock = iter([0, 15, 25, 40, 50, 60, 70, 90])
+    clock = iter([0, 15, 25, 46, 50, 60, 70, 90])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     with progress("answers", 4):
         for n in (1, 1, 0, 1):  # 0: a token of a long answer

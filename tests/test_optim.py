@@ -61,19 +61,19 @@ def test_max_steps_overrides_epochs_and_an_epoch_leaves_out_the_rest(settings, t
 @pytest.mark.parametrize(
     "interval, first, second",
     [
-        # 6 steps are an epoch; in epochs an iteration begins anew
-        ("0.5 epochs", [3, 6], [9, 12]),
-        ("1 epoch", [6], [12]),
-        ("0.01 epochs", [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]),
-        (4, [4], [8, 12]),
-        (99, [], [12]),  # the last step of the run
-        (None, [6], [12]),  # of each iteration
+        # epochs of 6 and of 5 steps; in epochs an iteration begins anew
+        ("0.5 epochs", [3, 6, 9, 12], [14, 16, 18, 20, 22]),
+        ("1 epoch", [6, 12], [17, 22]),
+        ("0.01 epochs", [*range(1, 13)], [*range(13, 23)]),
+        (5, [5, 10], [15, 20, 22]),
+        (99, [], [22]),  # the last step of the run
+        (None, [12], [22]),  # of each iteration
     ],
 )
 def test_intervals_in_epochs_count_from_the_iterations_begin_and_in_steps_over_the_run(
     interval, first, second
 ):
-    plans = iteration_plans(run_settings(batch_size=8), [55, 55])
+    plans = iteration_plans(run_settings(batch_size=8, epochs=2), [55, 40])
     for plan, expected in zip(plans, (first, second)):
         steps = range(plan.begin + 1, plan.end + 1)
         assert [step for step in steps if is_due(step, interval, plan)] == expected
