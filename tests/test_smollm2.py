@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from tiny_models import logits, shaken
-from tokenizers import Tokenizer as Oracle
+from tiny_models import load_transformers, logits, same, shaken
 from tokens import FILES
 
 from models import load
@@ -98,22 +97,16 @@ def test_its_logits_are_those_of_the_model_in_the_gguf_file(made, hf):
     ids = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs = hf(ids[None]).logits[0]
-        assert (logits(load.load_model(made), ids.numpy()) - theirs).abs().max() < 1e-4
-    loaded, about = transformers.AutoModelForCausalLM.from_pretrained(
-        made, output_loading_info=True
-    )
-    assert not about["missing_keys"] and not about["unexpected_keys"]
-    with torch.no_grad():
-        assert (loaded(ids[None]).logits[0] - theirs).abs().max() < 1e-4
+        assert same(logits(load.load_model(made), ids.numpy()), theirs, 1e-4)
+        assert same(load_transformers(made)(ids[None]).logits[0], theirs, 1e-4)
 
 
 def test_its_tokenizer_is_byte_level_with_single_digits(made):
-    tokenizer, oracle = Tokenizer(Source(made)), Oracle.from_file(str(FILES / "tokenizer.json"))
+    tokenizer = Tokenizer(Source(made))
     texts = ["Hello there,  two spaces", "Größe 漢字 🙂\n\n\tend", "in 2024", "x 1,000"]
     ids = list(tokenizer.encode(texts))
     assert [tokenizer.decode(x) for x in ids] == texts
-    assert ids[:2] == [oracle.encode(text).ids for text in texts[:2]], "GPT-2's own, without digits"
-    (digits, *singles) = tokenizer.encode(["2024", "2", "0", "2", "4"])
+    digits, *singles = tokenizer.encode(["2024", "2", "0", "2", "4"])
     assert digits == [x for (x,) in singles]
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.eos) == "<|im_end|>"
     assert tokenizer.stops == (tokenizer.eos,) and not tokenizer.prefix
