@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, even, ranks, rows_of, train
+from conftest import even, ranks, rows_of, train
 from safetensors.torch import load_file, save_file
 
 import data
@@ -226,7 +226,7 @@ def test_activation_checkpointing_reaches_the_blocks(tiny, ratings, tmp_path, mo
 
 
 def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
-    tiny, other, ratings, tmp_path, monkeypatch
+    tiny, parity_ref, ratings, tmp_path, monkeypatch
 ):
     tokens, drawn, hidden, step_examples = [], [], model.GPT.hidden, data.step_examples
 
@@ -242,7 +242,7 @@ def test_a_step_in_one_micro_batch_computes_the_policys_prompts_once(
     monkeypatch.setattr("trainer.step_examples", draw)
     # it takes the first examples of the first micro-batch, which depend on the cut
     monkeypatch.setattr("checks.check_start", lambda *given: None)
-    argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={other}",
+    argv = ("--batch_size=7", "--max_steps=1", "--precision=32-true", f"--reference={parity_ref}",
             "--save_interval=null")  # fmt: skip
     for size in (7, 4):
         tokens.append(0)
@@ -272,10 +272,10 @@ def test_lora_on_two_processes_changes_nothing(whole, tiny, ratings, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_validation_depends_on_neither_batch_size_nor_processes(
-    strategy, tiny, other, ratings, tmp_path
+    strategy, tiny, parity_ref, ratings, tmp_path
 ):
     argv = (f"--data.val={ratings}", "--max_steps=1", "--optim.lr=0", "--precision=32-true",
-            "--eval.samples=2", f"--reference={other}")  # fmt: skip  # at r = 0: that of rounding
+            "--eval.samples=2", f"--reference={parity_ref}")  # fmt: skip  # at r = 0: that of rounding
 
     def rows(out):
         found = rows_of(out / "val.csv")
@@ -292,18 +292,10 @@ def test_validation_depends_on_neither_batch_size_nor_processes(
     assert len({file.split('"samples"')[1] for file in files}) == 1
 
 
-@pytest.fixture
-def other(tiny, tmp_path):
-    """Another model with the same tokenizer."""
-    folder = tmp_path / "other"
-    shutil.copytree(tiny, folder)
-    shutil.copy(PARITY / "ref" / "model.safetensors", folder)
-    return folder
-
-
 def test_another_reference_is_loaded_beside_the_policy_also_with_lora(
-    tiny, other, ratings, tmp_path
+    tiny, parity_ref, ratings, tmp_path
 ):
+    other = shutil.copytree(parity_ref, tmp_path / "other")
     argv = ("--batch_size=6", "--max_steps=1", "--save_interval=null", f"--reference={other}",
             "--optim.lr=0")  # fmt: skip
     full = train(tiny, ratings, tmp_path / "full", *argv)["rows"][0]
