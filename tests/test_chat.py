@@ -317,16 +317,13 @@ def test_null_beside_a_call_is_written_as_no_text(tmp_path, content):
     template = "{{ tools }}" + template.replace("m.tool_calls", "(m.tool_calls or '')")
     t = Tokenizer(Source(tokens.folder(tmp_path / "t", chat_template=template)))
     for rated_call in (True, False):
-        record = tool_record(CALLS, rated_call)
+        record = tool_record(CALLS, rated_call) | {"label": True}
         turns = record["prompt"] + record["completion"]
         theirs = t.hf.apply_chat_template(turns, tools=TOOLS, tokenize=False)
         (call,) = (turn for turn in turns if turn.get("tool_calls"))
-        for null in ({"content": None}, {}):  # a table has no key for a null
-            del call["content"]
-            call |= null
-            prompt, answers = t.render(understand_record(record | {"label": True}, "rated"))
-            assert prompt + answers[0] == theirs
-            call["content"] = ""
+        call["content"] = None
+        prompt, (answer,) = t.render(understand_record(record, "rated"))
+        assert prompt + answer == theirs
 
 
 LOOK = bot("Let me look.", tool_calls=CALLS)
@@ -424,17 +421,13 @@ def test_an_export_ends_an_answer_where_the_template_does(tiny, tmp_path):
     config = {"eos_token_id": tokens.EOS, "temperature": 0.7, "do_sample": True}
     (base / "generation_config.json").write_text(json.dumps(config))
     end = Tokenizer(Source(base)).hf.convert_tokens_to_ids("<|im_end|>")
-    for name, record, ends in (
-        ("chat", rated([user("p")], [bot("c")]), [tokens.EOS, end]),
-        ("plain", rated(), tokens.EOS),
-    ):
-        source = write(tmp_path / "d.jsonl", record, record | {"label": False})
-        train(base, source, tmp_path / name, "--batch_size=2", "--epochs=1")
-        step = tmp_path / name / "checkpoints" / "step-00000001"
-        start("export", [step, "--out", tmp_path / f"{name}-1"])
-        for folder in (tmp_path / name / "final", tmp_path / f"{name}-1"):
-            read = GenerationConfig.from_pretrained(folder)
-            assert (read.eos_token_id, read.temperature) == (ends, 0.7)
+    source = write(tmp_path / "d.jsonl", *(rated([user("p")], [bot("c")], x) for x in (1, 0)))
+    train(base, source, tmp_path / "run", "--batch_size=2", "--epochs=1")
+    step = tmp_path / "run" / "checkpoints" / "step-00000001"
+    start("export", [step, "--out", tmp_path / "export"])
+    for folder in (tmp_path / "run" / "final", tmp_path / "export"):
+        read = GenerationConfig.from_pretrained(folder)
+        assert (read.eos_token_id, read.temperature) == ([tokens.EOS, end], 0.7)
 
 
 # ---- from outside --------------------------------------------------------------------------------

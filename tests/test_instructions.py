@@ -56,18 +56,17 @@ def test_a_kind_accepts_what_follows_it_and_no_cheap_way_out(kind):
 
 
 def test_the_data_are_always_the_same_and_what_is_held_out_stays_out(tmp_path):
+    parts = {}
     for name in ("a", "b"):
         task.write_data(tmp_path / name)
-    parts = {}
-    for file in (tmp_path / "a").iterdir():
-        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
-        parts[file.stem] = [json.loads(line) for line in file.read_text().splitlines()]
-    train_topics, val_topics = task.topics_of(task.TRAIN_TOPICS), task.topics_of(task.VAL_TOPICS)
-    assert not set(train_topics) & set(val_topics)
-    for record in parts["val"] + parts["new_kinds"]:
-        prompt = record["prompt"][0]["content"]
-        assert not any(f" {topic}." in f"{prompt.split('. ')[0]}." for topic in train_topics)
-    kinds = {name: {r["kind"] for r in part} for name, part in parts.items()}
+        parts[name] = {file.stem: file.read_text() for file in (tmp_path / name).iterdir()}
+    assert parts["a"] == parts["b"]
+    records = {x: [json.loads(line) for line in y.splitlines()] for x, y in parts["a"].items()}
+    for record in records["val"] + records["new_kinds"]:
+        first, *_ = record["prompt"][0]["content"].split(". ")
+        topics = task.topics_of(task.TRAIN_TOPICS)
+        assert not any(f" {topic}." in f"{first}." for topic in topics)
+    kinds = {name: {r["kind"] for r in part} for name, part in records.items()}
     assert kinds["new_kinds"] == {kind for kind, how in task.KINDS.items() if how.new}
     assert kinds["train"] == kinds["val"] and not kinds["train"] & kinds["new_kinds"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, Started, start, until
+from tokens import write
 
 QUESTION = [{"role": "user", "content": "What is <b>rust</b>?"}]
 ANSWER = "Iron & <i>air</i>."
@@ -97,20 +98,6 @@ def lines(file: str = "ratings.jsonl") -> list[dict]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
-def test_marks_of_an_answer_are_in_its_line_and_those_beyond_its_text_are_refused(page_of_module):
-    page, file = page_of_module
-    body = {"prompt": "What shines?", "completion": "fig 🦊 apple", "label": True}
-    apple = {"start": 6, "end": 11, "label": False}
-    for spans in ([apple], [apple, apple | {"start": 0, "end": 3}], []):
-        assert page("/rate", body | {"spans": spans})[0] == 200
-        assert lines(file)[-1].get("spans", []) == spans and lines(file)[-1]["label"] is True
-    code, said = page("/rate", body | {"spans": [apple | {"end": 12}]})
-    assert code == 400 and said["error"].startswith(
-        "spans: from 6 to 12, but the completion has 11"
-    )
-    page("/rate", body | {"label": None})
-
-
 def record(label: bool, answer: str = ANSWER) -> dict:
     """A rating as it shall stand in the file."""
     asked = {"prompt": QUESTION, "chat_template_kwargs": {}}
@@ -123,15 +110,24 @@ def record(label: bool, answer: str = ANSWER) -> dict:
 def test_a_thumb_is_in_the_file_at_once_and_can_be_changed_and_withdrawn(page_of_module):
     page, file = page_of_module
     for label, expected in (
-        (True, [record(True)]),
-        (True, [record(True)]),
-        (False, [record(False)]),
+        (True, [True]),
+        (True, [True]),
+        (False, [False]),
         (None, []),
         (None, []),
     ):
         reply = page.rate(label)
-        assert lines(file) == expected
+        assert lines(file) == [record(x) for x in expected]
         assert (reply["up"], reply["down"]) == (label is True, label is False)
+    # with marked parts
+    body = {"prompt": QUESTION, "completion": "fig 🦊 apple", "label": True}
+    apple = {"start": 6, "end": 11, "label": False}
+    for spans in ([apple], [apple, apple | {"start": 0, "end": 3}], []):
+        assert page("/rate", body | {"spans": spans})[0] == 200
+        assert [(x.get("spans", []), x["label"]) for x in lines(file)] == [(spans, True)]
+    code, said = page("/rate", body | {"spans": [apple | {"end": 12}]})
+    assert code == 400 and "from 6 to 12, but the completion has 11" in said["error"]
+    page("/rate", body | {"label": None})
 
 
 def test_a_killed_server_loses_no_thumb_and_an_open_page_goes_on_with_the_next_one(opened, chat):
@@ -153,14 +149,11 @@ def test_a_killed_server_loses_no_thumb_and_an_open_page_goes_on_with_the_next_o
 def test_an_old_file_is_read_first_and_its_other_forms_and_fields_stay(opened, chat, tmp_path):
     old = {"messages": [*QUESTION, {"role": "assistant", "content": ANSWER}], "kto_tag": True}
     plain = {"prompt": "1 + 1 =", "completion": " 2", "label": "up", "weight": 2}
-    text = "".join(json.dumps(row) + "\n" for row in (old, plain))
-    (tmp_path / "ratings.jsonl").write_text(text)
+    write(tmp_path / "ratings.jsonl", old, plain)
     page = opened(chat)
-    assert page("/state")[1]["up"] == 2
-    page.rate(True)
-    assert lines() == [old, plain], "the same thumb once more changes nothing"
-    page.rate(False)
-    assert lines() == [record(False), plain]
+    for label, first in ((True, old), (False, record(False))):
+        page.rate(label)
+        assert lines() == [first, plain], "the same thumb once more changes nothing"
 
 
 GOOD = '{"prompt": "q", "completion": "a", "label": true}'
@@ -211,15 +204,15 @@ def test_what_goes_wrong_is_said_in_words_and_the_page_goes_on(path, body, said,
 
 def test_the_prompts_of_a_file_are_shown_but_those_with_a_thumb(opened, chat, tmp_path):
     rows = [{"prompt": "one"}, {"messages": [*QUESTION]}, {"instruction": "two"}, {"prompt": "one"}]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "prompts.jsonl").write_text(text)
-    page = opened(chat, "--prompts=prompts.jsonl")
+    page = opened(chat, f"--prompts={write(tmp_path / 'prompts.jsonl', *rows)}")
     one, two = ([{"role": "user", "content": text}] for text in ("one", "two"))
-    state = page("/state")[1]
-    assert state["mode"] == "cards"
-    assert [card["prompt"] for card in state["cards"]] == [one, QUESTION, two]
+
+    def shown() -> list:
+        return [card["prompt"] for card in page("/state")[1]["cards"]]
+
+    assert shown() == [one, QUESTION, two] and page("/state")[1]["mode"] == "cards"
     page.rate(True)
-    assert [card["prompt"] for card in page("/state")[1]["cards"]] == [one, two]
+    assert shown() == [one, two]
 
 
 # ---- who may ask ---------------------------------------------------------------------------------

@@ -168,16 +168,6 @@ def test_a_busy_or_broken_server_is_asked_again_and_a_refusal_ends_the_run(
     assert len(judge_server.asked) == len(faults)
 
 
-def test_a_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(
-    judge_server, tmp_path, monkeypatch
-):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
-    assert begun(tmp_path, judge_server.url)(answers("ab")) == [True]
-    with pytest.raises(Failed, match="no reply as expected: .*refused"):
-        begun(tmp_path, "http://judge.example")(answers("a"))
-
-
 def test_the_key_goes_to_the_server_alone(judge_server, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("OTHER", "another")

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
-from records import examples
 from records.examples import load_examples
 from records.forms import Record
 from records.tokenizer import Tokenizer
@@ -113,23 +112,6 @@ def test_an_answer_ends_at_eos_and_at_every_id_that_the_models_config_names(tmp_
     assert Tokenizer(Source(adapter, Source(path))).stops == (0, 5)
     (path / "tokenizer_config.json").write_text("{}")  # GPT-2 on the Hub names no EOS there
     assert (Tokenizer(Source(path)).eos, Tokenizer(Source(path)).stops) == (5, (5, 0))
-
-
-def test_few_records_are_encoded_at_once(monkeypatch, tmp_path):
-    """What an encoding holds beside its ids took 2 GB for 2,000 long records."""
-    t = tokens.bos()
-    at_once = []
-    encode = t.encode
-
-    def counted(pieces):
-        at_once.append(len(pieces))
-        return encode(pieces)
-
-    monkeypatch.setattr(t, "encode", counted)
-    monkeypatch.setattr(examples, "BATCH", 3)
-    source = write(tmp_path / "d.jsonl", *map(rated, "abcdefg"))
-    load_examples(source, t, "rated", Data(source, max_prompt=9, max_completion=9))
-    assert at_once == [6, 6, 2], "a prompt and a completion of each"
 
 
 def test_what_is_decoded_has_every_space(tmp_path):
