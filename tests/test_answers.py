@@ -93,7 +93,9 @@ def answered_by_program(model: Path, prompts: Path, out: Path, style: str | None
 
 def answered_on_the_page(model: Path, prompts: Path, out: Path, style: str | None) -> None:
     """Each thumb takes its card off."""
-    args = RateSettings(model=str(model), max_new_tokens=3, chat_template_kwargs=style)
+    args = RateSettings(
+        model=str(model), temperature=0, max_new_tokens=3, chat_template_kwargs=style
+    )
     asked = generate.AskedModel(args)
     records = list(generate.read_prompts(str(prompts), asked.asked).values())
     desk = Desk("m", asked, args, Ratings(out), records)
