@@ -275,55 +275,45 @@ class Changed(kto.KTO):
         vars(self).update({name: partial(method, self) for name, method in methods.items()})
 
 
-def named(name: str):
-    """KTO's loss with one more column."""
+def changed(f) -> dict:
+    """KTO's loss, whose losses and columns f changes."""
 
     def loss(objective, *given):
-        loss_B, columns = kto.KTO.loss(objective, *given)
-        return loss_B, columns | {name: loss_B}
+        return f(*kto.KTO.loss(objective, *given), *given)
 
-    return loss
-
-
-def detached(objective, *given):
-    loss_B, columns = kto.KTO.loss(objective, *given)
-    return loss_B.detach(), columns
+    return {"loss": loss}
 
 
-def infinite_slope(objective, *given):
-    loss_B, columns = kto.KTO.loss(objective, *given)
-    return loss_B + torch.sqrt(columns["logratio"] ** 2), columns
-
-
-FAULTS = [
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0].mean(), {})},
-     r"loss: losses: expected a tensor \(4,\), one number an example, got \(\)"),
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {"mine": 0.5})},
-     r"loss: mine: expected a tensor \(4,\), one number an example, got \(\)"),
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] / a[2].label, {})},  # 0 / 0 or a / 0 for a thumb down
+LOSSES = [  # f of the losses, the columns and what a loss is given -> what is said
+    (lambda x, columns, *a: (x.mean(), {}), r"loss: losses: expected a tensor \(4,\), one number an example, got \(\)"),
+    (lambda x, columns, *a: (x, {"mine": 0.5}), r"loss: mine: expected a tensor \(4,\), one number an example"),
+    (lambda x, columns, logps, ref, batch, z: (x / batch.label, {}),  # 0 / 0 or a / 0 for a thumb down
      r"step 1: not finite .*ratings.jsonl:\d+.* the weights are unchanged"),
-    ({"loss": lambda o, lp, ref, batch, z: (lp[:, 0] * batch.extra("age"), {})},
+    (lambda x, columns, logps, ref, batch, z: (x * batch.extra("age"), {}),
      "data.extra: age: the loss asks for this field: --data.extra age"),
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] + torch.inf, {})},
-     r"step 1: not finite .*, inf\]\): .*ratings.jsonl:\d+, "),
+    (lambda x, columns, *a: (x + torch.inf, {}), r"step 1: not finite .*, inf\]\): .*ratings.jsonl:\d+, "),
+    (lambda x, columns, *a: (x / len(x), {}),
+     "loss: an example's loss depends on the other examples of its micro-batch"),
+    (lambda x, columns, logps, ref, *a: (x + (logps - ref).mean(), {}), "loss: an example's loss depends"),
+    (lambda x, columns, *a: (x, {}), r"metrics: .*kto.py:\d+: KeyError: 'desirable'"),
+    (lambda x, columns, *a: x, r"loss: expected the losses and \{column: numbers\}"),
+    (lambda x, columns, *a: (x.detach(), columns), "loss: the losses have no gradient"),
+    (lambda x, columns, *a: (x + torch.sqrt(columns["logratio"] ** 2), columns),
+     "step 1: not finite .* so optim.lr is not the cause: .* all log-ratios are 0"),
+    (lambda x, columns, *a: (x, columns | {"entropy": x}), "columns: entropy: the program has a column of this name"),
+    (lambda x, columns, *a: (x, columns | {"lr": x}), "columns: lr: the program has a column of this name"),
+]  # fmt: skip
+FAULTS = [
+    *((changed(f), said) for f, said in LOSSES),
     ({"make_z": lambda o, *a: torch.tensor(torch.inf)},
      r"step 1: not finite \(gradient norm, sum of z, .*, inf, .*z must be finite"),
     ({"make_z": lambda o, *a: [0.0]}, r"make_z: one number or \(6,\), .*, not \(1,\)"),
     ({"loss": lambda o, logps, batch: None}, r"Changed.loss: expected \(logps, ref_logps, batch, z_B\)"),
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] / len(a[0]), {})},
-     "loss: an example's loss depends on the other examples of its micro-batch"),
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0] + (a[0] - a[1]).mean(), {})}, "loss: an example's loss depends"),
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
-    ({"loss": lambda o, *a: (kto.KTO.loss(o, *a)[0], {})}, r"metrics: .*kto.py:\d+: KeyError: 'desirable'"),
     ({"make_module": lambda o, width: torch.nn.Flatten(0)}, "make_module: one output a token"),
-    ({"loss": lambda o, *a: kto.KTO.loss(o, *a)[0]}, r"loss: expected the losses and \{column: numbers\}"),
-    ({"loss": detached}, "loss: the losses have no gradient"),
-    ({"loss": infinite_slope}, "step 1: not finite .* so optim.lr is not the cause: .* all log-ratios are 0"),
     ({"metrics": lambda o, *a: None}, r"metrics: expected \{column: number or None\}, got None"),
     *(({"metrics": lambda o, *a, x=x: {"mine": x}}, "metrics: mine: expected a number or None, got ")
       for x in (torch.zeros(2), "text")),
-    *(({"loss": named(name)}, f"columns: {name}: the program has a column of this name")
-      for name in ("entropy", "lr")),
 ]  # fmt: skip
 
 
@@ -345,15 +335,17 @@ def test_a_loss_that_compares_up_with_down_is_refused_in_a_file_sorted_by_label(
     rows = sorted(rows[:8], key=lambda row: not row["label"])  # the others are pairs
     data = tokens.write(tmp_path / "sorted.jsonl", *rows)
 
-    def loss(objective, logps, ref_logps, batch, z_B):
-        r_B = (logps - ref_logps)[:, 0]
-        if not batch.label.all():
-            z_B = r_B[~batch.label].mean().detach().expand(len(r_B))
-        return kto.KTO.loss(objective, logps, ref_logps, batch, z_B)
+    def compares(x, columns, logps, ref_logps, batch, z_B):
+        if 0 < batch.label.sum() < len(x):
+            x = x + logps[~batch.label].mean()
+        return x, columns
 
-    argv = (*COMMON, "--micro_batch_size=1")
+    def objective(args):
+        return Changed(args, **changed(compares))
+
     with pytest.raises(BadInput, match="^loss: an example's loss depends on the other examples"):
-        train(tiny, data, tmp_path / "run", *argv, objective=partial(Changed, loss=loss))
+        argv = (*COMMON, "--micro_batch_size=1")
+        train(tiny, data, tmp_path / "run", *argv, objective=objective)
 
 
 class Own(kto.KTO):
