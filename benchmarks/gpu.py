@@ -14,6 +14,7 @@
     head       forward and backward of the LM head, ours and with full logits: 8,192 tokens, width 4,096,
                vocabulary 151,936; with other chunks, to choose GPU_ROWS of head.py
     sampling   64 and 256 answers of 100 tokens, ours and transformers' (sampling.py)
+    resume     a run that is killed and resumed with --deterministic true: is it the whole run, bit for bit?
     programs   dpo.py, spin.py, online.py, LoRA, float32, activation checkpointing: from start to export
 
 - Each part is a process with a time limit. If a part fails or takes too long, the next part begins.
@@ -345,6 +346,34 @@ def sampling(tiny: bool, work: Path) -> None:
         result(answers=rows, precision=precision, tokens_s=run(folder, precision, rows, new, turns))
 
 
+# ---- a resume, and the programs ------------------------------------------------------------------
+
+
+def resume(tiny: bool, work: Path) -> None:
+    steps, interval = (8, 2) if tiny else (120, 40)
+    command = f"kto.py --deterministic true --max_steps {steps} --save_interval {interval}"
+    command += " --log_interval 1 --data.val null --eval.check null"
+    whole = start(work / "whole", command)
+    killed = start(work / "killed", command)
+    while killed.poll() is None and not list(work.glob("killed/checkpoints/step-*")):
+        time.sleep(0.005)
+    was_running = killed.poll() is None
+    killed.kill()
+    killed.wait()
+    finish(whole, start(work / "killed", f"{command} --resume auto"))
+    rows, weights = [], []
+    for name in ("whole", "killed"):
+        rows.append(vs_trl.read_csv(work / name / "metrics.csv"))
+        weights.append((work / name / "final" / "model.safetensors").read_bytes())
+    for row in sum(rows, []):
+        for clock in ("tokens/s", "seconds", "memory_gb"):
+            del row[clock]
+    same = {"metrics": rows[0] == rows[1], "weights": weights[0] == weights[1]}
+    result(was_running=was_running, steps=len(rows[0]), same=same)
+    if not all(same.values()):
+        raise SystemExit("the resumed run is not the whole run")
+
+
 def programs(tiny: bool, work: Path) -> None:
     """All run in parallel, because nothing is timed."""
     demos = work / "demos.jsonl"
@@ -372,7 +401,8 @@ def programs(tiny: bool, work: Path) -> None:
 PARTS = {  # in the order of their worth: the function, and seconds after which it is killed
     "machine": (machine, 100), "demo": (demo, 150), "tests": (tests, 130),
     **{name: (partial(step, name), 130) for name in MODELS},
-    "trl": (trl, 150), "head": (head, 70), "sampling": (sampling, 110), "programs": (programs, 120),
+    "trl": (trl, 150), "head": (head, 70), "sampling": (sampling, 110), "resume": (resume, 130),
+    "programs": (programs, 120),
 }  # fmt: skip
 
 

@@ -1,14 +1,15 @@
 """Our sampling and transformers' generate, in bf16 and fp32: the same model and prompts, useful tokens per second.
 
-    python benchmarks/sampling.py out/smollm2-135m       # a Hugging Face folder
+    python benchmarks/sampling.py --model out/smollm2-135m
+    python benchmarks/sampling.py --model out/smollm2-135m --rows 64 --new 100 --turns 2
 
-- 32 prompts have 40 to 70 tokens, of random words, and each answer has exactly 40 tokens. transformers pads on the
-  left.
+- Prompts have 40 to 70 tokens, of random words, and each answer has exactly --new tokens. transformers
+  pads on the left.
 - The two run in one process, alternating: A B B A.
 """
 
+import argparse
 import statistics
-import sys
 import time
 
 import numpy as np
@@ -39,8 +40,8 @@ def compare(samplers: dict, tokens: int, turns: int) -> dict[str, float]:
     return medians
 
 
-def run(folder: str, precision: str, rows=32, new=40, turns=5) -> dict[str, float]:
-    """precision: one of Fabric's. new: tokens of an answer. -> tokens a second of "ours" and of "transformers"."""
+def run(folder: str, precision: str, rows: int, new: int, turns: int) -> dict[str, float]:
+    """precision: one of Fabric's. -> tokens a second of "ours" and of "transformers"."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -76,9 +77,17 @@ def run(folder: str, precision: str, rows=32, new=40, turns=5) -> dict[str, floa
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--rows", type=int, default=32, help="answers at once")
+    parser.add_argument("--new", type=int, default=40, help="tokens of an answer")
+    parser.add_argument("--turns", type=int, default=5, help="timed turns of each side")
+    args = parser.parse_args()
     torch.manual_seed(1)
     for precision in ("bf16-true", "32-true"):
-        run(sys.argv[1], precision)
+        run(args.model, precision, args.rows, args.new, args.turns)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
