@@ -188,18 +188,16 @@ def test_a_server_that_fails_is_one_line_and_a_mended_one_makes_it_the_same_run(
         assert len(asked(tmp_path / "log-3", "/v1/completions")) == 27
 
 
-@pytest.mark.parametrize("call", [2, 6])  # after the first write of each iteration's answers
-def test_a_run_that_is_killed_in_a_rollout_goes_on_as_the_same_run(
-    call, tiny, demos, whole, tmp_path
+def test_a_run_that_is_killed_or_stopped_in_a_rollout_goes_on_as_the_same_run(
+    tiny, demos, whole, tmp_path
 ):
+    out, stopped = tmp_path / "run", tmp_path / "stopped"
     with running(tiny, tmp_path / "log") as server:
-        out = tmp_path / "run"
-        killed((rollout, "write_whole"), call, lambda: go(tiny, demos, out, server))
+        # after the first write of the second iteration's answers
+        killed((rollout, "write_whole"), 6, lambda: go(tiny, demos, out, server))
         assert_same(go(tiny, demos, out, server, "--resume=auto"), whole)
-        go(
-            tiny, demos, tmp_path / "stopped", server, "--stop_at=5"
-        )  # in the middle of an iteration
-    assert_same(go(tiny, demos, tmp_path / "stopped", "http://nobody", "--resume=auto"), whole)
+        go(tiny, demos, stopped, server, "--stop_at=5")  # in the middle of an iteration
+    assert_same(go(tiny, demos, stopped, "http://nobody", "--resume=auto"), whole)
 
 
 def test_the_command_that_starts_the_server_is_said_and_the_run_waits_for_it(tiny, demos, tmp_path):
