@@ -1,4 +1,4 @@
-"""Six short runs of the demo, one healthy and five sick, and their pictures for docs/health.md.
+"""Six short runs of the demo, one healthy and five sick, and their picture for docs/health.md.
 
     python benchmarks/health.py out/health       # five minutes on one core; what is there is not run again
 
@@ -8,8 +8,10 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from demo import make
@@ -21,12 +23,13 @@ RATINGS = ROOT / "demo" / "train.jsonl"
 # a panel of a picture -> its columns
 PANELS = {
     "loss": ["loss"],
-    "rewards/chosen, rejected (dashed)": ["rewards/chosen", "rewards/rejected"],
+    "rewards": ["rewards/chosen", "rewards/rejected"],
     "entropy": ["entropy"],
     "kl": ["kl"],
     "kl/own": ["kl/own"],
     "checker_accuracy": ["checker_accuracy"],
 }
+LOGARITHMIC = ("rewards", "kl", "kl/own")  # above 1 and below -1
 # run -> the ratings that it learns from (see `ratings_of`), and its settings
 RUNS = {
     "healthy": ("own", ""),
@@ -78,29 +81,32 @@ def run(name: str, ratings: Path, settings: str, folder: Path) -> str:
     return log.read_text()
 
 
-def draw(out: Path, file: Path) -> None:
-    """The curves of a run in one row: lines from metrics.csv, dots from val.csv."""
-    trained = read_rows(out / "metrics.csv")
-    validated = read_rows(out / "val.csv")
-    figure = Figure(figsize=(16, 2.3), layout="constrained")
-    for panel, (title, columns) in zip(figure.subplots(1, len(PANELS)), PANELS.items()):
-        for name, line in zip(columns, ("-", "--")):
-            for rows, style in ((trained, line), (validated, "o")):
-                points = [(row["step"], row[name]) for row in rows if name in row]
+def draw(panels: Sequence[Axes], out: Path) -> None:
+    """The curves of a run in one row of panels: lines from metrics.csv, dots from val.csv."""
+    files = {"training": ("metrics.csv", "-"), "validation": ("val.csv", "o")}
+    for panel, (title, columns) in zip(panels, PANELS.items()):
+        for name, color in zip(columns, ("C0", "C1")):
+            for kind, (file, style) in files.items():
+                points = [(row["step"], row[name]) for row in read_rows(out / file) if name in row]
                 if points:
-                    panel.plot(*zip(*points), style, color="C0", markersize=3)
-        if title == "kl":  # else rounding is drawn as a curve
-            panel.set_ylim(-0.1, max(1, panel.get_ylim()[1]))
+                    label = kind if color == "C0" else f"{name}, {kind}"
+                    panel.plot(*zip(*points), color + style, markersize=3, label=label)
         panel.set_title(title, fontsize=10)
-    figure.savefig(file, dpi=60)
+        panel.set_yscale("symlog" if title in LOGARITHMIC else "linear")
 
 
 def main() -> None:
     folder = Path(sys.argv[1]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (kind, settings) in RUNS.items():
+    figure = Figure(figsize=(16, 14), layout="constrained")
+    rows = figure.subplots(len(RUNS), len(PANELS), sharex=True, sharey="col")
+    for panels, (name, (kind, settings)) in zip(rows, RUNS.items()):
         run(name, ratings_of(kind, folder), settings, folder)
-        draw(folder / name, folder / f"health-{name}.png")
+        draw(panels, folder / name)
+        panels[0].set_ylabel(name, fontsize=14)
+    handles = rows[0][1].get_legend_handles_labels()  # of the panel with two columns
+    figure.legend(*handles, loc="outside upper center", ncols=4)
+    figure.savefig(folder / "health.png", dpi=60)
 
 
 if __name__ == "__main__":
