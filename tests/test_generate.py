@@ -303,24 +303,12 @@ ABC = np.array([66, 67, 68], "int32")  # "abc"
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def test_every_end_that_the_model_names_ends_an_answer_of_the_program(tiny, tmp_path, capsys):
-    """generation_config.json often names several; an answer's text is without the one it ended by."""
-    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    (whole,) = answers(load.load_model(tiny), [ABC], eos=-2, temperature=0)
-    end = whole[2]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
-    argv = ["--model", str(tmp_path), "--temperature", "0", "--max_new_tokens", "12", "--prompt"]
-    generate.main([*argv, "abc"])
-    said = capsys.readouterr().out.removesuffix("\n")
-    assert said == Tokenizer(Source(tmp_path)).decode(whole[: whole.index(end)])
-    with pytest.raises(BadInput, match="^prompt: from 1 to 127 tokens fit this model, got "):
-        generate.main([*argv, "x " * 300])
-
-
-@pytest.mark.parametrize("stop", ['["<|pad|>"]', '["zzz", "<|pad|>"]', '["]esh"]'])
-def test_a_stop_text_may_be_a_special_token_and_special_tokens_before_it_are_not_shown(
+# None: the model's generation_config.json names it
+@pytest.mark.parametrize("stop", [None, '["<|pad|>"]', '["zzz", "<|pad|>"]', '["]esh"]'])
+def test_every_end_of_the_model_and_every_stop_text_ends_an_answer_and_is_not_shown(
     stop, tiny, tmp_path, capsys
 ):
+    """A stop text may be a special token, and special tokens before it are not shown either."""
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     pad, tokenizer = 1, Tokenizer(Source(tiny))
     (whole,) = answers(load.load_model(tiny), [ABC], eos=-2, temperature=0)
@@ -331,8 +319,13 @@ def test_a_stop_text_may_be_a_special_token_and_special_tokens_before_it_are_not
     (embedding,) = (x for name, x in weights.items() if "wte" in name)
     embedding[[pad, fourth]] = embedding[[fourth, pad]]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    argv = ["--model", str(tmp_path), "--temperature=0", "--max_new_tokens=12", "--prompt=abc"]
-    generate.main([*argv, f"--stop={stop}"])
+    argv = [f"--model={tmp_path}", "--temperature=0", "--max_new_tokens=12", "--prompt=abc"]
+    if stop:
+        argv.append(f"--stop={stop}")
+    else:
+        ends = json.dumps({"eos_token_id": [0, pad]})
+        (tmp_path / "generation_config.json").write_text(ends)
+    generate.main(argv)
     assert capsys.readouterr().out == tokenizer.decode(before) + "\n"
 
 
