@@ -8,7 +8,7 @@
 | settings.yaml, also in step-N/ | the settings; on top the records' hash, the commit and versions of the last start |
 | metrics.csv, val.csv | rows; a resume removes those after its checkpoint's step |
 | eval/ | validations and checks; after a resume those of later steps stay until they are written again |
-| final, best, final_adapter | exported models (export.py)     |
+| final, best, final_adapter | exported models (export.py) |
 | iterations/ | SPIN and online KTO: answers and ratings (rollout.py) |
 | wandb_id | under which id the run goes on at wandb |
 | .lock | which process writes into the folder |
