@@ -258,15 +258,16 @@ def step(model: str, tiny: bool, work: Path) -> None:
             ends.append(time.perf_counter())  # the check of the gradient's norm has waited for it
 
     def report(policy: torch.nn.Module) -> None:
-        row = vs_trl.read_csv(work / "run" / "metrics.csv")[1]  # of the timed steps
-        speed = {name: row[name] for name in ("tokens/s", "memory_gb")}
+        rows = vs_trl.read_csv(work / "run" / "metrics.csv")[STEPS : 2 * STEPS]
+        columns = "tokens/s", "memory_gb"
+        speed = {name: sum(row[name] for row in rows) / STEPS for name in columns}
         ms = (ends[2 * STEPS - 1] - ends[STEPS - 1]) / STEPS * 1e3
         speed["tflops"] = useful_tflops(policy, speed["tokens/s"])
         speed["share_of_product"] = speed["tflops"] / product_tflops(tiny)
         result(device=DEVICE_NAME, ms=ms, **speed)
 
     settings += f" --batch_size {batch} --micro_batch_tokens 16384 --data.max_prompt 512"
-    settings += f" --data.max_completion 512 --max_steps {last + 1} --log_interval {STEPS}"
+    settings += f" --data.max_completion 512 --max_steps {last + 1}"
     settings += " --val_interval null --save_interval null --progress false --eval.samples 0"
     paths = [
         f"--model={work}",
