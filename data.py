@@ -47,7 +47,8 @@ def step_examples(
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # plan.begin + epoch is unique within the run, because an iteration has at least one step per epoch
+            # A number that no other epoch of the run has: an epoch has at least one step, so the next iteration
+            # begins at least as many steps later as this one has epochs.
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
@@ -263,7 +264,7 @@ class MicroBatch:
 
     @property
     def token_label(self) -> torch.Tensor:
-        """(B, L) 1 or -1 at tokens in a part of the completion that the record marks as good or bad (`spans`), 0 at all
+        """(B, L) 1 at the tokens that the record's `spans` mark as good, -1 at those that they mark as bad, 0 at all
         other tokens."""
         rows = []
         for example in self.examples:
@@ -337,9 +338,11 @@ def split_step(
 
 
 def split_groups(groups: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
-    """The parts of every rank. sizes: of the groups, in the unit of the budget.
+    """The parts of every rank. sizes: the size of each group, in the unit of the budget.
 
-    Every rank gets about equally much work, and exactly equally many parts. Fillers replace the missing ones."""
+    Every rank gets exactly equally many parts: fillers replace the missing ones. If the budget counts tokens, every
+    rank also gets about equally many tokens. If it counts examples, ranks take the groups in turn, in the step's order.
+    """
     parts_of_ranks = []
     keeps_order = not budget.counts_tokens  # a limit in examples keeps the order of the step
     for of_rank in balanced([1] * len(groups) if keeps_order else sizes, budget.ranks):

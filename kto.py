@@ -67,9 +67,9 @@ class Settings(RunSettings):
 def kto_loss(
     logratio_B: torch.Tensor, z_B: torch.Tensor, desirable_B: torch.Tensor, args: KTOSettings
 ) -> torch.Tensor:
-    """The loss of the paper, lambda_y - v(x, y), for each example. lambda_y is the weight of the example's label. The
-    loss tends to 0 as the log-ratio moves to the right side of z (above for thumbs up, below for thumbs down). It tends
-    to lambda_y as the log-ratio moves to the wrong side.
+    """The loss of the paper, lambda_y - v(x, y), for each example. lambda_y is the weight of the example's label. For
+    thumbs up the loss tends to 0 as the log-ratio rises above z, and to lambda_y as it falls below z. For thumbs down
+    it is the other way round.
 
     logratio_B and z_B are in nats. z_B has no gradient. desirable_B is bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
@@ -98,6 +98,7 @@ class KTO(Objective):
         """If kto.balance is set, compute both weights from the ratings."""
         if not self.args.balance:
             return cfg
+        # 1.0 by default, or computed earlier: a resume reads them from settings.yaml
         given_weights = (self.args.desirable_weight, self.args.undesirable_weight)
         up, down = class_weights(train)
         refuse_unless(

@@ -48,8 +48,9 @@ class Objective:
     by_token = False
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     top_k = 0
-    """If k > 0, log-probs are (B, K, L, 1 + k): of the completion's own token, then of the k tokens that are most
-    probable under the reference at this position. This needs by_token and a reference, and no mismatched pairs."""
+    """If k > 0, log-probs are (B, K, L, 1 + k). The first is the log-prob of the completion's own token. The other k
+    are those of the tokens that the reference finds most probable at this position. by_token must be True. It does not
+    work without a reference or with mismatched pairs."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
@@ -69,8 +70,8 @@ class Objective:
         all examples of the step.
 
         logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` returns. z_B:
-        (B,) z of each example. The loop multiplies each loss by the weight of its record; the product is also the
-        column `loss`. Validation calls this method too.
+        (B,) z of each example. The loop multiplies each loss by the weight of its record. It adds the product
+        as the column `loss`. Validation calls this method too.
 
         A step may be split into micro-batches in any way. Therefore the loss of an example must not depend on the other
         examples of its micro-batch. Take sums over the whole step from batch.step. The start check catches most
@@ -100,7 +101,8 @@ class Objective:
         An override runs in the main thread at the start of its step, so it may use the policy (under no_grad) and
         state that after_step has changed. All ranks use the result of rank 0. The override is also called for
         validation, for the test split and in the start check. With reference_cache it is called twice for every step:
-        before training begins, and in the step. Both calls must return the same completions."""
+        before training begins, and in the step. Both calls must return the same completions, so with reference_cache
+        they must not depend on the policy."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
@@ -139,7 +141,7 @@ class Objective:
         tokens before this token. The output is (T, ...). The loss gets it as batch.outputs (B, K, L, ...).
 
         The module becomes a part of the policy: it is trained by the same optimizer, sharded, saved and resumed. It is
-        not exported. The loss may use the outputs, but not the parameters, because these are sharded outside of a
+        not exported. The loss may use the outputs, but not the parameters: a rank has all of them only during a
         forward."""
         return None
 

@@ -12,9 +12,9 @@ Shape letters, also of attention.py and model.py:
     M  the input tokens of completions; at least 1 (see PackedBatch.completion_M)
     T  targets: the tokens of all completions, which are predicted and scored
     L  tokens of the longest completion
-    I  keys of all sequences, one sequence after the other
-    J  the B * K sequences, each a prompt with one completion, in the order of packing
-    S  = B * K + 1: the offsets of the sequences, and the end of the last one
+    I  keys of all sequences
+    J  sequences: B * K. A sequence is a prompt with one of its completions
+    S  offsets of sequences: B * K + 1, because the end of the last one is an offset too
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,8 +70,8 @@ class PackedBatch(NamedTuple):
     first_target_BK: torch.Tensor
     # the indices of the input tokens of prompts
     prompt_P: torch.Tensor
-    # The indices of the input tokens of completions. If every completion has one token, there are none. Then this is
-    # token 0, because the layers need at least one query.
+    # The indices of the input tokens of completions. If every completion has one token, no completion has an input
+    # token. Then completion_M is [0], because the layers need at least one query.
     completion_M: torch.Tensor
     # the indices of the input tokens that are keys, one sequence after the other; 0 ... N - 1 if no prompt is shared
     key_I: torch.Tensor
@@ -85,7 +85,7 @@ class PackedBatch(NamedTuple):
     completion_query_start_S: torch.Tensor
     # the offset of each sequence's keys (torch's cu_seq_k)
     key_start_S: torch.Tensor
-    # for each of the U prompts: the number of its input tokens, then the numbers of each of its completions
+    # for each of the U prompts: how many input tokens it has, then how many each of its completions has
     segment_sizes: tuple[tuple[int, ...], ...]
     # (B,) the token ids of each example: its prompt and its K completions
     ids: list[tuple[np.ndarray, tuple[np.ndarray, ...]]]
@@ -165,8 +165,8 @@ def pack(
         key_I        0 1 2 3      0 1 2 4 5      6 7         indices of input tokens
         queries      0 1 2 3      4 5            6 7         so query_start_S is 0 4 6 8
     """
-    # All work is done by numpy. This function runs in another thread than training. There torch would start a second
-    # set of OpenMP threads, which would spin between operations on the cores that the training step needs.
+    # All work is done by numpy. This function runs in another thread than training. In that thread torch would start
+    # more OpenMP threads, and these would take time from the cores that the training step needs.
     sequences = lay_out(prompts, completions)
     arrays = {
         **row_of(sequences),
@@ -286,6 +286,6 @@ def sizes_by_prompt(sequences: list[PackedSequence]) -> tuple[tuple[int, ...], .
 
 
 def starts(sizes: np.ndarray) -> np.ndarray:
-    """The offset of each sequence and the end of the last one, as int32 for flash attention. sizes: of the
-    sequences."""
+    """The offset of each sequence and the end of the last one, as int32 for flash attention. sizes: the size of each
+    sequence."""
     return np.append(0, np.cumsum(sizes)).astype(np.int32)

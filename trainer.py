@@ -221,9 +221,9 @@ class Trainer:
 
         In a training step the policy is in train mode, so LoRA dropout also affects z.
 
-        Before the first update r is exactly 0 for all own completions, and in policy_forward_first also for the
-        mismatched pairs. In z_first the r of a mismatched pair is 0 up to rounding only: the reference reads the prompt
-        from a cache, and the policy computes the prompt again."""
+        Without dropout, before the first update, r is exactly 0 for all own completions, and in policy_forward_first
+        also for the mismatched pairs. In z_first the r of a mismatched pair is 0 up to rounding only: the reference
+        reads the prompt from a cache, and the policy computes the prompt again."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
         ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
@@ -279,7 +279,7 @@ class Trainer:
         """The policy's log-probs of the micro-batch's completions after other prompts, without gradient: (B, K), or
         (B, K, L) by token. prompts: token ids, one array for each example.
 
-        For a fork's micro_batch_loss. Call it for fillers too, because the forward of a sharded model is a
+        For a fork's micro_batch_loss. Call it for fillers (data.Part) too, because the forward of a sharded model is a
         collective."""
         completions = [example.completions for example in micro.examples]
         packed = pack(prompts, completions, micro.step.longest)
@@ -422,10 +422,10 @@ class Trainer:
         """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        # policy and reference must agree only at the step whose weights the reference has
+        # later the policy has other weights than the reference
         if run.state.step == run.reference_step:
             checks.check_start(self, examples)
-        # released: the cache is full, and the reference model has been freed
+        # released: the cache has all log-probs of the run, and the reference model has been freed
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         # unvalidated: the run had been stopped during the validation of this step

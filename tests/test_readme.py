@@ -150,6 +150,7 @@ def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings,
 
 def test_the_cells_of_the_notebook_run_in_their_order(clone, tiny, tmp_path, monkeypatch):
     """As Jupyter runs them, but for pip; with a tiny model, and few steps."""
+    shutil.rmtree(clone / "out", ignore_errors=True)  # of another test's commands
     monkeypatch.chdir(clone)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=Path))
     shutil.copytree(tiny, tmp_path / "chat")
