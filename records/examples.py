@@ -342,6 +342,8 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     for answer, text in zip(answers, texts):
         if not text.strip() and not answer.get("tool_calls"):
             yield "with an empty completion"
+    if any("\r" in text for text in texts):
+        yield "with a carriage return in a text, as line ends of Windows have it"
     for token in tokenizer.special_tokens:
         if any(token in text for text in texts):
             yield f"with {token} in a text"
