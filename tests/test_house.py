@@ -111,7 +111,7 @@ BUDGETS = {
     "records/": 12_420,  # marks of characters that are several tokens
     "convert/": 10_030,  # the forms need each shape: verdicts, lists, trees, dialogues in a text
     "rate/": 2_200,
-    "tests/": 126_750,  # answers of generate.py, the page and iterations, and what a run learns of them
+    "tests/": 112_000,  # answers of generate.py, the page and iterations, and what a run learns of them
     "benchmarks/": 9_990,  # the runs of docs/health.md are one picture, with the same axes
 }
 # What `python kto.py` imports.
