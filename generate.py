@@ -8,7 +8,6 @@ How answers are sampled: sampler.py.
 """
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -22,7 +21,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
 from checks import sampling_faults
-from infra.console import BadInput, progress, run_cli, say, user_error
+from infra.console import BadInput, progress, run_cli, say
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
 from infra.parse import parse_command
@@ -32,7 +31,6 @@ from infra.settings import (
     LocalPath,
     Sampling,
     idle_settings,
-    read_text,
     refuse,
     refuse_unless,
     split_commas,
@@ -192,9 +190,14 @@ def answer_settings(model: AskedModel, args: Ask) -> dict:
 
 def read_done(out: Path) -> list[dict]:
     """The lines that a file of answers has already. Raises BadInput."""
-    with user_error("out", out):
-        text = read_text(out) if out.exists() else ""
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    faults: list[str] = []
+    rows = []
+    for where, row in decoded_records(str(out), faults) if out.exists() else []:
+        with collect(faults, where):
+            refuse_unless(isinstance(row, dict), "expected an object")
+            rows.append(row)
+    refuse(faults)
+    return rows
 
 
 def check_done(out: Path, done: list[dict], lines: list[dict]) -> None:

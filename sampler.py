@@ -183,8 +183,7 @@ def sample_batch(
             break
         if going_on:
             if len(going_on) < len(number_of_row):
-                number_of_row = [number_of_row[row] for row in going_on]
-                cache.keep(going_on)
+                number_of_row = [number_of_row[row] for row in cache.keep(going_on)]
             token_B = torch.tensor([answers[i][-1] for i in number_of_row])
             positions = [len(prompts[i]) + y for i in number_of_row]
             position_B = to_device(torch.tensor(positions), device)
@@ -269,12 +268,24 @@ class KVCache:
         self.masks = {}
         self.length = longest + 1
 
-    def keep(self, rows: list[int]) -> None:
-        """Keep the sequences in these rows, in this order, and drop the others."""
-        self.row_B = self.row_B[: len(rows)]
-        kept_B = to_device(torch.tensor(rows), self.row_B.device)
+    def keep(self, rows: list[int]) -> list[int]:
+        """Keep the sequences in these rows (ascending) and drop the others. The last ones move into the gaps.
+
+        Returns the row that each sequence had before, in the new order.
+        """
+        n = len(rows)
+        gaps = sorted({*range(n)} - {*rows})
+        movers = [row for row in rows if row >= n]
+        self.row_B = self.row_B[:n]
+        device = self.row_B.device
+        to = to_device(torch.tensor(gaps, dtype=torch.long), device)
+        source = to_device(torch.tensor(movers, dtype=torch.long), device)
         for layer, (k, v) in self.tensors.items():
-            self.tensors[layer] = k[kept_B], v[kept_B]
+            k[to] = k[source]
+            v[to] = v[source]
+            self.tensors[layer] = k[:n], v[:n]
+        row_before = dict(zip(gaps, movers))
+        return [row_before.get(row, row) for row in range(n)]
 
     def attend(
         self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

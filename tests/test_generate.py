@@ -223,6 +223,22 @@ def test_a_cache_of_few_bytes_answers_the_same_prompts_in_waves(shape, tiny, mon
         assert max(sizes) == rows * row, "as many rows as fit"
 
 
+def test_rows_that_leave_the_cache_cost_no_copy_of_those_that_stay(tiny, monkeypatch):
+    """A copy of the whole cache for each answer that ends took 30 times as long."""
+    policy, places = policy_of("gpt2", tiny), []
+    real = sampler.KVCache.keep
+
+    def keep(self, rows):
+        before = [k.data_ptr() for k, _ in self.tensors.values()]
+        order = real(self, rows)
+        places.append(before == [k.data_ptr() for k, _ in self.tensors.values()])
+        return order
+
+    monkeypatch.setattr(sampler.KVCache, "keep", keep)
+    answers(policy, prompts_of([4, 1, 9, 2, 30]), context=34)  # the longest prompt gets 4 tokens
+    assert places and all(places)
+
+
 # ---- where it ends -------------------------------------------------------------------------------
 
 
@@ -426,6 +442,10 @@ def test_the_same_command_continues_a_file_of_answers_and_another_one_does_not(p
     ):
         with pytest.raises(BadInput, match=fault.format(line, names)):
             prompts(*words)
+    for line, reason in (("[1]", "expected an object"), ('{"prompt"', "Expecting ':'")):
+        out.write_text(f"{lines[0]}{line}\n")
+        with pytest.raises(BadInput, match=f"answers.jsonl:2: {reason}"):
+            prompts("--num_generations=2")
 
 
 @pytest.mark.parametrize(
