@@ -403,7 +403,7 @@ class Trainer:
         return Step(examples, completions, run.budget)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device. Advance the progress bar when the caller is done with it. Raises
+        """Move each micro-batch to the device. Count it as done when the caller asks for the next one. Raises
         Interrupted after a signal, except in a training step, which always runs to its end."""
         run = self.run
         for micro in micro_batches:
@@ -413,7 +413,7 @@ class Trainer:
                 run.stop.check(run.fabric.device)
 
     def progress(self, title: str, step: Step) -> AbstractContextManager:
-        """Show a progress bar for the two passes over a step."""
+        """Print how far the two passes over a step are."""
         return progress(title, 2 * step.size // self.run.fabric.world_size)
 
     # ---- before the first step, and after the last one ------------------------------------------

@@ -339,9 +339,9 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
         yield "with a cut answer, which gets no end"
     answers = [as_answer(completion) for completion in record.completions]
     texts = [turn["content"] or "" for turn in (*answers, *as_turns(record.prompt))]
-    for answer, text in zip(answers, texts):
-        if not text.strip() and not answer.get("tool_calls"):
-            yield "with an empty completion"
+    pairs = zip(answers, texts)
+    if any(not text.strip() and not answer.get("tool_calls") for answer, text in pairs):
+        yield "with an empty completion"
     if any("\r" in text for text in texts):
         yield "with a carriage return in a text, as line ends of Windows have it"
     for token in tokenizer.special_tokens:
