@@ -6,8 +6,8 @@ Reading order: the examples of a step (step_examples); mismatched pairs; Step; M
 split of a step (split_step). packing.py packs the tokens of a micro-batch. records/examples.py makes examples from
 the records of a file.
 
-Words of a split: a group is a list of examples with the same prompt that go into the same micro-batch. A part lists the
-examples of a micro-batch by their indices. A micro-batch is a part with its packed tokens.
+Words of a split: a bundle is a list of examples with the same prompt that go into the same micro-batch. A part lists
+the examples of a micro-batch by their indices. A micro-batch is a part with its packed tokens.
 
 Shape letters: G examples of a step, over all ranks; B of a micro-batch; K completions of an example; n mismatched
 pairs of a step.
@@ -47,8 +47,8 @@ def step_examples(
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # A number that no other epoch of the run has: an epoch has at least one step, so the next iteration
-            # begins at least as many steps later as this one has epochs.
+            # No two epochs of a run may have the same number. An iteration counts its epochs from plan.begin on. Each
+            # epoch has at least one step, so the next iteration begins with a larger number.
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
@@ -181,14 +181,15 @@ class Step:
         self.group = torch.empty(self.size, dtype=torch.long)
         for number, same_prompt in enumerate(prompt_groups([e.prompt for e in examples])):
             self.group[same_prompt] = number
-        # (n,) the indices of the examples that have a mismatched pair. A mask would make the host wait for a GPU.
+        # (n,) the indices of the examples that have a mismatched pair. A boolean mask would make the host wait for a GPU.
         with_pair = [i for i, ids in enumerate(mismatched_completions or []) if ids is not None]
         self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
         # None: the step has no mismatched pairs
         self.mismatched_completions: list[np.ndarray] | None = None
         if mismatched_completions is not None:
-            # An example without a pair gets any completion, because both packed batches must have the same prompts.
-            # z_of_step (trainer.py) leaves out the log-ratio of this completion.
+            # Own and mismatched completions are packed as two batches. Both must have the same prompts, because one may
+            # read the prompts that the other has computed. So an example without a pair gets any completion, and
+            # z_of_step (trainer.py) leaves out its log-ratio.
             any_completion = examples[0].completions[0]
             self.mismatched_completions = [
                 any_completion if ids is None else np.asarray(ids, np.int32)
@@ -212,7 +213,8 @@ class Step:
         return torch.zeros(self.size, dtype=torch.float64, device=self.label.device)
 
     def extra(self, name: str) -> torch.Tensor | list[str]:
-        """A field of the records that data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
+        """A field of the records, one of those in the setting data.extra: (G,) numbers, or a list of texts. Raises
+        BadInput."""
         if not all(name in e.extra for e in self.examples):
             raise BadInput(f"data.extra: {name}: the loss asks for this field: --data.extra {name}")
         values = [e.extra[name] for e in self.examples]
@@ -289,7 +291,8 @@ class MicroBatch:
         return self.packed.length_BK
 
     def extra(self, name: str) -> torch.Tensor | list[str]:
-        """A field of the records that data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
+        """A field of the records, one of those in the setting data.extra: (B,) numbers, or a list of texts. Raises
+        BadInput."""
         values = self.step.extra(name)
         if isinstance(values, list):
             return [values[i] for i in self.part.indices]
@@ -325,65 +328,67 @@ def split_step(
         # Own completions and mismatched completions are two packed batches. The larger one must fit.
         if mismatched_completions is not None:
             sizes = [max(size, len(ids)) for size, ids in zip(sizes, mismatched_completions)]
-    groups = []
-    group_sizes = []
+    bundles = []
+    bundle_sizes = []
     for same_prompt in prompt_groups([e.prompt for e in examples]):
         prompt_size = len(examples[same_prompt[0]].prompt) if budget.counts_tokens else 0
-        # Examples of one prompt that do not fit into one micro-batch become several groups. Each group computes the
+        # Examples of one prompt that do not fit into one micro-batch become several bundles. Each bundle computes the
         # prompt again.
-        for group in fill(same_prompt, sizes, budget.limit - prompt_size):
-            groups.append(group)
-            group_sizes.append(prompt_size + sum(sizes[i] for i in group))
-    return split_groups(groups, group_sizes, budget)[budget.rank]
+        for bundle in fill(same_prompt, sizes, budget.limit - prompt_size):
+            bundles.append(bundle)
+            bundle_sizes.append(prompt_size + sum(sizes[i] for i in bundle))
+    return split_bundles(bundles, bundle_sizes, budget)[budget.rank]
 
 
-def split_groups(groups: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
-    """The parts of every rank. sizes: the size of each group, in the unit of the budget.
+def split_bundles(bundles: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
+    """The parts of every rank. sizes: the size of each bundle, in the unit of the budget.
 
     Every rank gets exactly equally many parts: fillers replace the missing ones. If the budget counts tokens, every
-    rank also gets about equally many tokens. If it counts examples, ranks take the groups in turn, in the step's order.
-    """
+    rank also gets about equally many tokens. If it counts examples, ranks take the bundles in turn, in the step's
+    order."""
     parts_of_ranks = []
-    keeps_order = not budget.counts_tokens  # a limit in examples keeps the order of the step
-    for of_rank in balanced([1] * len(groups) if keeps_order else sizes, budget.ranks):
+    keeps_order = not budget.counts_tokens
+    work = [1] * len(bundles) if keeps_order else sizes
+    for numbers_of_rank in balanced(work, budget.ranks):
         parts = []
-        for of_part in fill(of_rank, sizes, budget.limit, keeps_order):
-            indices = chain(*(groups[g] for g in of_part))
+        for numbers_of_part in fill(numbers_of_rank, sizes, budget.limit, keeps_order):
+            indices = chain(*(bundles[number] for number in numbers_of_part))
             parts.append(Part(sorted(indices)))  # in the order of the step
         parts_of_ranks.append(parts)
     most = max(map(len, parts_of_ranks))
     for parts in parts_of_ranks:
-        parts += [Part(groups[0], filler=True)] * (most - len(parts))
+        parts += [Part(bundles[0], filler=True)] * (most - len(parts))
     return parts_of_ranks
 
 
 def balanced(sizes: list[int], ranks: int) -> list[list[int]]:
-    """The groups of each rank. From the largest to the smallest, each group goes to the rank that has the least work so
-    far."""
-    groups_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+    """The numbers of the bundles of each rank. From the largest to the smallest, each bundle goes to the rank that has
+    the least work so far. sizes: the work of each bundle."""
+    numbers_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
-    for g in sorted(range(len(sizes)), key=lambda g: -sizes[g]):
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         lightest = totals.index(min(totals))
-        groups_of_ranks[lightest].append(g)
-        totals[lightest] += sizes[g]
-    return groups_of_ranks
+        numbers_of_ranks[lightest].append(number)
+        totals[lightest] += sizes[number]
+    return numbers_of_ranks
 
 
 def fill(
     items: Sequence[int], sizes: list[int], limit: int, keeps_order: bool = False
 ) -> list[list[int]]:
-    """First-fit bin packing. Each item i has the size sizes[i] and goes into the first bin with enough space, or into a
-    new bin. An item above the limit gets a bin of its own. keeps_order: try only the last bin, then a new one."""
+    """First-fit bin packing. Each item has the size sizes[item] and goes into the first bin with enough space, or into
+    a new bin. An item above the limit gets a bin of its own. keeps_order: try only the last bin, then a new one."""
     bins: list[list[int]] = []
     spaces: list[int] = []  # the space left in each bin
-    for i in items:
-        first = max(0, len(bins) - 1) if keeps_order else 0
-        j = next((j for j in range(first, len(bins)) if spaces[j] >= sizes[i]), len(bins))
-        if j == len(bins):
+    for item in items:
+        tried = range(len(bins))[-1:] if keeps_order else range(len(bins))
+        chosen = next((b for b in tried if spaces[b] >= sizes[item]), None)
+        if chosen is None:
+            chosen = len(bins)
             bins.append([])
             spaces.append(limit)
-        bins[j].append(i)
-        spaces[j] -= sizes[i]
+        bins[chosen].append(item)
+        spaces[chosen] -= sizes[item]
     return bins
 
 

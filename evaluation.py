@@ -256,7 +256,7 @@ def validate(loop: "Trainer", plan: Plan) -> bool:
     run.state.unvalidated = True
     # Saved before the checker is asked, because it may be slow and may fail. A resume validates again.
     save_is_due = step_number == plan.end or is_due(step_number, run.cfg.save_interval, plan)
-    is_saved = step_number > 0 and (save_is_due or check_is_due(run, plan))
+    is_saved = step_number > 0 and (save_is_due or checker_is_due(run, plan))
     if is_saved:
         run.save()
     measured = nullcontext()
@@ -274,7 +274,7 @@ def validate(loop: "Trainer", plan: Plan) -> bool:
     return is_best
 
 
-def check_is_due(run: "Run", plan: Plan) -> bool:
+def checker_is_due(run: "Run", plan: Plan) -> bool:
     """Whether the checker judges answers after this step."""
     step_number = run.state.step
     if run.evaluator.checker is None:
@@ -290,7 +290,7 @@ def validation_row(loop: "Trainer", plan: Plan) -> tuple[dict, list[dict]]:
     answered: list[Example] = []
     if run.evaluator.checker:
         share = kl_own = None
-        if check_is_due(run, plan):
+        if checker_is_due(run, plan):
             share, answered = run.evaluator.accuracy(step_number)
             kl_own = own_kl(loop, answered)
         row = join_columns(row, {"checker_accuracy": share, "kl/own": kl_own})

@@ -8,9 +8,10 @@ To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run the
 short file that passes the changed parts to `main`, as the files in examples/ do.
 
 The log-ratio of a completion, r = log policy - log reference, says how much more probable the completion has become.
-The loss compares r with z, an estimate of KL(policy || reference) in nats. z is the mean r of the step's mismatched
-pairs. A mismatched pair is a prompt with the completion of another prompt, so no text has to be sampled. A KL
-divergence is never negative, but this estimate can be; it is then clamped to 0.
+The loss compares r with z, an estimate of KL(policy || reference) in nats. The KL is the mean r of answers that are
+sampled from the policy. Sampling takes time, so the paper takes mismatched pairs instead: prompts with the completions
+of other prompts. z is the mean r of the step's mismatched pairs. A KL is never negative, but this estimate can be. It
+is then clamped to 0.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py. objective.py
 has the other methods that an algorithm may override, such as make_z and after_step.
@@ -56,7 +57,7 @@ class KTOSettings(PreferenceSettings):
     """Weight of a thumbs down (lambda_U)."""
     balance: bool = False
     """Set both weights so that the thumbs up and the thumbs down of data.train count equally, as the KTO paper advises.
-    settings.yaml shows the two weights."""
+    The run's settings.yaml shows the two weights."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class KTO(Objective):
     def __init__(self, args: KTOSettings):
         self.args = args
 
-    # cached_property, because a subclass or an instance may replace it by a plain attribute
+    # These two are not set in __init__, because a subclass may replace them by plain attributes of its class.
 
     @cached_property
     def average_logps(self) -> bool:
@@ -183,9 +184,8 @@ def z_columns(z: Z) -> dict:
 
 
 def auc(x: torch.Tensor, is_high: torch.Tensor) -> float:
-    """The probability that a random number of x with is_high exceeds a random number without it. A tie counts one half.
-
-    Both tensors are 1-D. x must have numbers of both kinds."""
+    """The probability that a number drawn from x[is_high] exceeds a number drawn from x[~is_high]. A tie counts one
+    half. Both tensors are 1-D, and neither selection may be empty."""
     high = x[is_high]
     low = x[~is_high].sort().values
     n_below = torch.searchsorted(low, high)  # for each of `high`
@@ -210,8 +210,8 @@ def main(
     trainer        a subclass of Trainer
     checker        judges a list of sampled answers (evaluation.Checker)
     optimizer      a function like infra.optimizer.make_optimizer
-    make_records   turns a raw record of the user's file into a list of our records"""
-    # Without --model and --config the settings come from config/demo.yaml.
+    make_records   turns one record of the user's file into a list of records in our form (docs/data.md)"""
+    # Without --model and --config the settings come from config/demo.yaml. --help prints the objective's docstring.
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
     with trainer(run) as loop:  # closes the run, also after an error or a signal

@@ -36,8 +36,8 @@ class Z(NamedTuple):
 class Objective:
     """An algorithm. Only `loss` must be defined.
 
-    Set the six attributes in the class or in __init__. They must not change during a fit, because a second thread
-    reads them while it packs the next step."""
+    A subclass sets the attributes below in its class or in __init__. They must not change during a fit, because a
+    second thread reads them while it prepares the next step."""
 
     record_kind = "rated"
     """The kind of records that it learns from: rated, paired, demonstrations or prompts."""
@@ -48,9 +48,9 @@ class Objective:
     by_token = False
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     top_k = 0
-    """If k > 0, log-probs are (B, K, L, 1 + k). The first is the log-prob of the completion's own token. The other k
-    are those of the tokens that the reference finds most probable at this position. by_token must be True. It does not
-    work without a reference or with mismatched pairs."""
+    """If k > 0, log-probs are (B, K, L, 1 + k). At each position the first one belongs to the completion's own token.
+    The other k belong to the k most probable tokens of the reference. An objective with top_k needs by_token and a
+    reference, and has no mismatched pairs."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
@@ -70,8 +70,8 @@ class Objective:
         all examples of the step.
 
         logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` returns. z_B:
-        (B,) z of each example. The loop multiplies each loss by the weight of its record. It adds the product
-        as the column `loss`. Validation calls this method too.
+        (B,) z of each example. The loop multiplies each loss by the weight of its record, and logs the
+        product as the column `loss`. Validation calls this method too.
 
         A step may be split into micro-batches in any way. Therefore the loss of an example must not depend on the other
         examples of its micro-batch. Take sums over the whole step from batch.step. The start check catches most
@@ -86,7 +86,8 @@ class Objective:
         The default is the identity.
 
         The models give (B, K), or with by_token (B, K, L) with 0 beyond the end of a completion. The result must be
-        (B, K) if the objective has mismatched pairs or average_logps."""
+        (B, K) if the objective has mismatched pairs or average_logps: z and the average need one number for each
+        completion."""
         return logps, ref_logps
 
     def mismatched_completions(
@@ -98,11 +99,11 @@ class Objective:
         The default takes the completion of the next example that has another prompt and another completion. It runs
         one step ahead, in the packing thread.
 
-        An override runs in the main thread at the start of its step, so it may use the policy (under no_grad) and
-        state that after_step has changed. All ranks use the result of rank 0. The override is also called for
-        validation, for the test split and in the start check. With reference_cache it is called twice for every step:
-        before training begins, and in the step. Both calls must return the same completions, so with reference_cache
-        they must not depend on the policy."""
+        An override runs in the main thread at the start of its step. It may use state that after_step has changed, and
+        the policy (under no_grad), if the fork's main has handed the Run to the objective. All ranks use the result of
+        rank 0. The override is also called for validation, for the test split and in the start check. With the setting
+        reference_cache it is called twice for every step, because the reference's log-probs are then computed before
+        training. Both calls must return the same completions, so these must not depend on the policy."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
@@ -133,7 +134,7 @@ class Objective:
         before the weights change, never in validation.
 
         The columns cover all G examples. They are on the CPU and the same on all ranks. step.examples[i].number
-        identifies an example in every epoch."""
+        is the place of an example in data.train, the same in all epochs."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
         """A module of your own on the policy's hidden states, such as a value head. Its input is (T, width): for each
@@ -141,8 +142,8 @@ class Objective:
         tokens before this token. The output is (T, ...). The loss gets it as batch.outputs (B, K, L, ...).
 
         The module becomes a part of the policy: it is trained by the same optimizer, sharded, saved and resumed. It is
-        not exported. The loss may use the outputs, but not the parameters: a rank has all of them only during a
-        forward."""
+        not exported. The loss may use the outputs, but not the module's parameters. In a sharded run a rank has all
+        parameters only during a forward."""
         return None
 
     def state_dict(self) -> dict:

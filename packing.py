@@ -42,10 +42,11 @@ class PackedBatch(NamedTuple):
     and to the completion itself, but not to other completions. The last token of a completion is not an input, because
     nothing follows it.
 
-    A sequence is a prompt with one of its completions. In flash attention the keys of a sequence are the prompt and the
-    completion. Its queries are the completion. The first sequence of a prompt also has the prompt as queries. The last
-    query sees all keys, the query before it all keys but the last, and so on ("bottom-right causal"). If the keys and
-    values of the prompts were computed before (attention.PromptCache), the queries are the completions only.
+    Flash attention takes the row as sequences. A sequence is a prompt with one of its completions. Its keys are the
+    tokens of both. Its queries are the tokens of the completion. The tokens of a prompt are queries once: in the
+    prompt's first sequence. The last query sees all keys, the query before it all keys but the last, and so on
+    ("bottom-right causal"). If an earlier forward has computed the keys and values of the prompts
+    (attention.PromptCache), only the completions are queries.
 
     Index tensors are int64, as torch requires. The three tensors (..., S) are int32, as flash attention requires.
     """
@@ -75,8 +76,9 @@ class PackedBatch(NamedTuple):
     completion_M: torch.Tensor
     # the indices of the input tokens that are keys, one sequence after the other; 0 ... N - 1 if no prompt is shared
     key_I: torch.Tensor
-    # A token of a shared prompt is in key_I several times. The backward adds up the gradients of its copies.
-    # key_order_I sorts the copies by token. key_order_start_N, (N + 1,), has the offset of each token's copies.
+    # For attention.GatherKeys: a token of a shared prompt is in key_I several times, and the backward adds up the
+    # gradients of these copies. key_order_I sorts the copies by token. key_order_start_N, (N + 1,), has the offset of
+    # each token's copies.
     key_order_I: torch.Tensor
     key_order_start_N: torch.Tensor
     # the offset of each sequence's queries (torch's cu_seq_q)
@@ -262,7 +264,7 @@ def attention_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
     n_keys_J = np.array([len(s.place) for s in sequences])
     n_completion_J = np.array([len(s.completion_place) for s in sequences])
     n_queries_J = np.where([s.branch == 1 for s in sequences], n_keys_J, n_completion_J)
-    if not n_completion_J.any():
+    if not n_completion_J.any():  # after n_queries_J, whose queries include the prompts
         n_completion_J[0] = 1  # see PackedBatch.completion_M
     key_I = np.concatenate([s.place for s in sequences])
     return dict(

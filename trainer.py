@@ -28,7 +28,7 @@ from infra.console import advance, progress, say, user_code
 from infra.devices import all_reduce
 from infra.logger import peak_memory, speed_of
 from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
-from infra.seeds import seed_for_forks
+from infra.seeds import seed_user_code
 from model import Scores
 from objective import Z, join_columns, on_cpu
 from packing import PackedBatch, pack
@@ -57,8 +57,9 @@ class Trainer:
         """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ended the run before its last
         step. A signal during a validation raises Interrupted instead.
 
-        By default the examples are data.train, and the plan has all steps of the run (class Plan in
-        infra/optimizer.py). spin.py and online.py call `fit` once per iteration, with the plan of the iteration."""
+        By default the examples are data.train, and the plan has all steps of the run. spin.py and online.py call `fit`
+        once per iteration, with the plan of the iteration (class Plan in infra/optimizer.py): plan.begin and plan.end
+        are the steps before and at the end of the iteration, plan.total is the run's last step."""
         run = self.run
         assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
@@ -70,7 +71,7 @@ class Trainer:
             step_number = run.state.step
             is_best = False
             val_is_due = is_due(step_number, run.cfg.val_interval, plan)
-            if val_is_due or evaluation.check_is_due(run, plan):
+            if val_is_due or evaluation.checker_is_due(run, plan):
                 is_best = evaluation.validate(self, plan)
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
             if is_best or save_is_due or step_number == plan.end:
@@ -90,7 +91,7 @@ class Trainer:
         run.state.step += 1
         step_number = run.state.step
         row_is_due = is_due(step_number, run.cfg.log_interval, plan)
-        seed_for_forks(run.fabric, run.cfg.seed, step_number)  # user code may draw random numbers
+        seed_user_code(run.fabric, run.cfg.seed, step_number)
         run.policy.train()  # everywhere else the policy is in eval mode
         with self.progress(f"step {step_number}", step):
             columns, z = self.gradient(step, micro_batches, entropy=row_is_due)
@@ -128,7 +129,9 @@ class Trainer:
         depend on the step before."""
         run = self.run
         steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
-        packed = ((step, list(step)) for step in steps)
+        packed = (
+            (step, list(step)) for step in steps
+        )  # iterating over a step packs its micro-batches
         if run.objective.overrides("mismatched_completions"):
             return packed
         return made_ahead(packed)
@@ -184,7 +187,6 @@ class Trainer:
         because they have no gradient."""
         micro = micro.to(self.run.fabric.device)
         scores = self.forward(micro.packed, keeps_prompts=True, entropy=entropy)
-        advance(step.size // self.run.fabric.world_size)
         mismatched_logratio_G = step.zeros()
         ref_logps = self.no_gradient_pass(micro, mismatched_logratio_G, scores.prompts).logps
         z = self.z_of_step(step, mismatched_logratio_G)
@@ -197,7 +199,7 @@ class Trainer:
         """The same columns and z as `gradient`, but no gradient. The step may be a whole validation split,
         too large to be packed at once. Therefore each of the two passes packs its micro-batches one by one."""
         step.move_to(self.run.fabric.device)
-        return self.z_first(step, step)
+        return self.z_first(step, micro_batches=step)
 
     def score_examples(self, examples: list[Example], title: str = "scoring") -> tuple[Columns, Z]:
         """Score all these examples as one step with one z. Therefore the numbers do not depend on batch_size or on the
@@ -221,9 +223,9 @@ class Trainer:
 
         In a training step the policy is in train mode, so LoRA dropout also affects z.
 
-        Without dropout, before the first update, r is exactly 0 for all own completions, and in policy_forward_first
-        also for the mismatched pairs. In z_first the r of a mismatched pair is 0 up to rounding only: the reference
-        reads the prompt from a cache, and the policy computes the prompt again."""
+        In the first step the r of every own completion is exactly 0 (without dropout). The r of a mismatched pair is
+        exactly 0 in policy_forward_first. In z_first it is 0 up to rounding, because the reference reads the prompt
+        from a cache and the policy computes the prompt again."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
         ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
@@ -257,8 +259,9 @@ class Trainer:
         keeps_prompts: bool = False,
         entropy: bool = False,
     ) -> Scores:
-        """The policy's log-probs of a packed batch, with gradient in training (see model.Packed.forward). All scores of
-        the policy come from here: for the loss, for z, in validation and in the start check."""
+        """The policy's scores of a packed batch: log-probs, with gradient in training; the outputs of the objective's
+        module; and, if asked for, the entropy and the prompts for a later forward (class Scores in model.py). All
+        scores of the policy come from here: for the loss, for z, in validation and in the start check."""
         by_token = self.run.objective.by_token
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
@@ -279,8 +282,8 @@ class Trainer:
         """The policy's log-probs of the micro-batch's completions after other prompts, without gradient: (B, K), or
         (B, K, L) by token. prompts: token ids, one array for each example.
 
-        For a fork's micro_batch_loss. Call it for fillers (data.Part) too, because the forward of a sharded model is a
-        collective."""
+        For a fork's micro_batch_loss that compares an answer under two prompts (examples/next_message.py). Call it for
+        every micro-batch, because the forward of a sharded model is a collective."""
         completions = [example.completions for example in micro.examples]
         packed = pack(prompts, completions, micro.step.longest)
         return self.forward(packed.to(self.run.fabric.device)).logps
@@ -337,11 +340,11 @@ class Trainer:
         return self.run.fabric.no_backward_sync(self.run.policy)
 
     def columns_of_all_ranks(self, columns_G: Columns) -> Columns:
-        """The sum over ranks of the columns, which has the columns of all examples: on each rank the examples of other
-        ranks are 0."""
+        """The columns of all examples, the same on all ranks. columns_G has those of this rank, and 0 for the examples
+        of other ranks. Their sum over ranks has all."""
         run = self.run
         # All ranks take rank 0's order of the columns. It is broadcast once for each kind of step, because a broadcast
-        # makes the host wait.
+        # makes the host wait. The columns depend on the objective, on train or eval mode, and on the entropy.
         kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
@@ -381,7 +384,9 @@ class Trainer:
             "epoch": (run.state.step - plan.begin) / plan.per_epoch,
             "samples": run.state.step * step.size,
         }
-        if run.engine_gap is not None:  # an engine gave the answers (rollout.py)
+        if (
+            run.engine_gap is not None
+        ):  # an engine such as vLLM has sampled the answers (rollout.py)
             row["engine/gap"] = run.engine_gap
         return row
 
@@ -394,7 +399,7 @@ class Trainer:
         if run.objective.needs_mismatched_pairs:
             overrides = run.objective.overrides("mismatched_completions")
             if overrides:
-                seed_for_forks(run.fabric, run.cfg.seed, run.state.step)
+                seed_user_code(run.fabric, run.cfg.seed, run.state.step)
             with user_code("mismatched_completions"):
                 completions = run.objective.mismatched_completions(examples)
             # a fork may draw other random numbers on each rank, so all ranks take the result of rank 0
@@ -422,7 +427,7 @@ class Trainer:
         """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        # later the policy has other weights than the reference
+        # Policy and reference are equal after reference_step: 0, or the start of an iteration of spin.py or online.py.
         if run.state.step == run.reference_step:
             checks.check_start(self, examples)
         # released: the cache has all log-probs of the run, and the reference model has been freed

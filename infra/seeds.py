@@ -20,7 +20,7 @@ def generator_of(fabric: Fabric) -> torch.Generator:
     return torch.default_generator
 
 
-def seed_for_forks(fabric: Fabric, seed: int, step: int) -> None:
+def seed_user_code(fabric: Fabric, seed: int, step: int) -> None:
     """Seed the generators that a fork may use and that no checkpoint holds: Python's, numpy's and, on a GPU, torch's
     generator of the CPU. The same step of a resumed run then draws the same numbers."""
     number = mixed(seed, step) % 2**32
