@@ -181,7 +181,8 @@ class Step:
         self.group = torch.empty(self.size, dtype=torch.long)
         for number, same_prompt in enumerate(prompt_groups([e.prompt for e in examples])):
             self.group[same_prompt] = number
-        # (n,) the indices of the examples that have a mismatched pair. A boolean mask would make the host wait for a GPU.
+        # (n,) the indices of the examples that have a mismatched pair. With a boolean mask the host would wait for the
+        # GPU.
         with_pair = [i for i, ids in enumerate(mismatched_completions or []) if ids is not None]
         self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
         # None: the step has no mismatched pairs
