@@ -43,8 +43,7 @@ def rated_messages(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
     if not isinstance(messages, list | dict):
         raise BadInput(f"messages: expected a list, got {messages!r:.50}")
     nodes = nodes_of(layout, [(where, message) for message in elements(messages)])
-    fields = {"conversation_id": where, **layout.fields_beside(raw)}
-    return rated_nodes(layout, nodes, fields, raw)
+    return rated_nodes(layout, nodes, layout.fields_beside(raw), raw)
 
 
 def rated_nodes(

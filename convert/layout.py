@@ -19,7 +19,7 @@ ANSWERS = ("completion", "messages", *PAIR)
 TEXTS = (*PROMPTS, *ANSWERS)
 REWARDS = ("chosen_reward", "rejected_reward")
 # fields besides a prompt and its answers, in any form of record
-BESIDE = ("system", "tools", "chat_template_kwargs", "weight", "conversation_id", *REWARDS)
+BESIDE = ("system", "tools", "chat_template_kwargs", "weight", *REWARDS)
 # names that --columns may give, besides the fields of our records
 FOREIGN = (
     *("a", "b", "verdict", "turn", "prefix"),

@@ -9,6 +9,5 @@ forms.py      one record of any known form becomes a Record: prompt, completions
 tokenizer.py  a Record becomes text, and then token ids
 template.py   what tokenizer.py asks for the text of messages: the model's chat template, and the check
               that it leaves nothing out
-wording.py    which records are of one conversation, and which held-out answers stand in a training prompt
 answer.py     the record of an answer, which generate.py, the page for thumbs and iterations write
 """

@@ -5,8 +5,9 @@ training; the splits of the data and their tables (load_splits); the hash of the
 """
 
 import hashlib
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from os.path import commonprefix
@@ -22,7 +23,6 @@ from records.forms import Kind, Record, as_answer, as_turns, content_of, is_plac
 from records.sources import collect, decoded_records, files_of, split_sources
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
-from records.wording import Wording, digests_of_conversations, standing_in, wording_of
 
 
 class Example(NamedTuple):
@@ -42,7 +42,7 @@ class Example(NamedTuple):
     token_label: Sequence[int] = ()
     # its number in its split (train, val or test): the same in each epoch and after a resume
     number: int = 0
-    wording: Wording | None = None  # until the data are split
+    conversation: str = ""  # see conversation_of; until the data are split
 
     @property
     def prompt_key(self) -> bytes:
@@ -145,8 +145,9 @@ def load_file(
         fields = {}
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
             fields = fields_of_prompt(asked_record(record, tokenizer, by_template))
-        wording = wording_of(record, by_template, example.prompt_key)
-        example = example._replace(wording=wording, asked=fields)
+        if data.split:
+            example = example._replace(conversation=conversation_of(record, by_template))
+        example = example._replace(asked=fields)
         examples += learned_from(example, kind, counts)
     return examples
 
@@ -318,7 +319,6 @@ def two_ratings(pair: Example) -> list[Example]:
             completions=pair.completions[i : i + 1],
             label=label,
             rewards=(pair.rewards[i], None),
-            wording=pair.wording._replace(answers=pair.wording.answers[i : i + 1]),
         )
         ratings.append(rating)
     return ratings
@@ -402,19 +402,17 @@ def count_known(held_out: list[Example], train: list[Example], counts: Counter) 
             counts["which are in data.train, too"] += 1
         elif hash(example.prompt_key) in prompt_keys:
             counts["whose prompt is in data.train, with other answers"] += 1
-    n = standing_in([e.wording for e in train], [e.wording for e in held_out])
-    counts["whose answer is in a prompt of data.train"] += n
 
 
 def numbered(examples: list[Example]) -> list[Example]:
     """The same examples, each with its number in this list."""
-    return [example._replace(number=i, wording=None) for i, example in enumerate(examples)]
+    return [example._replace(number=i, conversation="") for i, example in enumerate(examples)]
 
 
 def split_by_conversation(examples: list[Example], proportions: str) -> list[list[Example]]:
     """[train, val, test], in the proportions of data.split: `980,10,10` or `990,10`.
 
-    A conversation's split is a function of its digest: it depends neither on the order nor on the other
+    A conversation's split is a function of its words: it depends neither on the order nor on the other
     conversations, and the ratings of a conversation stay together. Raises BadInput.
     """
     with user_error("data.split", f"{proportions}: expected two or three numbers like 980,10,10"):
@@ -423,11 +421,37 @@ def split_by_conversation(examples: list[Example], proportions: str) -> list[lis
             raise ValueError
     upper_edges = sizes.cumsum() / sizes.sum()
     split: list[list[Example]] = [[], [], []]
-    digests = digests_of_conversations([example.wording for example in examples])
-    for example, digest in zip(examples, digests):
+    beginnings = beginnings_of([example.conversation for example in examples])
+    for example in examples:
+        digest = hashlib.sha256(beginnings[example.conversation].encode()).digest()
         position = int.from_bytes(digest[:8], "big") / 2**64  # in [0, 1)
         split[(upper_edges <= position).sum()].append(example)
     return split
+
+
+def conversation_of(record: Record, by_template: bool) -> str:
+    """The words of the user's first turn, or of a plain prompt. Two examples are of one conversation if one of these
+    texts begins with the other."""
+    text = record.prompt
+    end = ""
+    if by_template:
+        turns = as_turns(record.prompt)
+        of_user = [turn for turn in turns if turn["role"] == "user"]
+        text = str((of_user or turns)[0]["content"])
+        end = "\n"  # so a turn begins with no other turn
+    # a blank after each word: `In` does not begin with `I`, but `I am` does
+    return "".join(f"{word} " for word in re.findall(r"\w+|[^\w\s]", text)) + end
+
+
+def beginnings_of(texts: Iterable[str]) -> dict[str, str]:
+    """For each text the shortest one with which it begins."""
+    beginnings = {}
+    beginning = ""
+    for text in sorted(set(texts)):  # all that begin with a text directly follow it
+        if not beginning or not text.startswith(beginning):
+            beginning = text
+        beginnings[text] = beginning
+    return beginnings
 
 
 def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) -> None:

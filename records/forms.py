@@ -79,7 +79,6 @@ class Record(NamedTuple):
     beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
     instruct: bool = False
-    conversation_id: str = ""  # data.split keeps the records of a conversation together
 
     @property
     def needs_template(self) -> bool:
@@ -128,7 +127,6 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     instruct = "instruction" in fields and "prompt" not in fields
     history = _earlier_turns(fields)
     system = fields.pop("system", None)
-    conversation_id = fields.pop("conversation_id", None) or ""
     tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
     weight = _optional_number(fields, "weight", lowest=0)
     cut = as_text(fields.pop("cut", "")).lower()
@@ -160,7 +158,6 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
             if ALIASES.get(name, name) in fields and name not in extra
         },
         instruct=instruct,
-        conversation_id=as_text(conversation_id),
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 import torch
 from conftest import train
-from tokens import EOS, bot, chat, folder, ids_of, plain, rated, user, write
+from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, user, write
 
 import data
 import kto
@@ -460,6 +460,53 @@ def test_one_file_is_split_by_prompt(tmp_path):
     for wrong in (dict(split="2,1,1", val=train), dict(split="1"), dict(split="1,x")):
         with pytest.raises(BadInput, match="^data.split: "):
             parts_of(Data(train, **wrong))
+
+
+# prompts of one conversation; # is its number
+TOGETHER = {
+    "each prompt goes on from the last one": [
+        [user("q#")],
+        [user("q#"), bot("a"), user("why?")],
+        [user("q#"), bot("b"), user("why?"), bot("b"), user("and?")],
+    ],
+    "the system prompt has the time of day": [
+        [{"role": "system", "content": "At ten"}, user("q#")],
+        [
+            {"role": "system", "content": "At noon"},
+            bot("Hello"),
+            user(" q#\n"),
+            bot("a"),
+            user("?"),
+        ],
+    ],
+    "plain texts with line breaks": ["User: q#\nBot:", "User: q#\nBot: a\nUser: why?\nBot:"],
+    "plain texts with marks": ["[INST] q# [/INST]", "[INST] q# [/INST]a</s>[INST] why? [/INST]"],
+}
+
+
+@pytest.mark.parametrize("prompts", TOGETHER.values(), ids=TOGETHER)
+def test_data_split_keeps_a_conversation_together(prompts, tmp_path):
+    # the questions begin with each other: q1, q10
+    of_each = [json.loads(json.dumps(prompts).replace("#", f"{i}")) for i in range(60)]
+    records = [rated(prompt, f"{i}") for i, of_one in enumerate(of_each) for prompt in of_one]
+    source = write(tmp_path / "d.jsonl", *records, rated(prompts[0], conversation_id="c1"))
+    tokenizer = plain() if isinstance(prompts[0], str) else chat()
+    parts, table = parts_of(Data(source, split="50,50"), tokenizer=tokenizer)
+    answers = [{e.completions[0].tobytes() for e in parts[name]} for name in ("train", "val")]
+    assert len(answers[0]) + len(answers[1]) == 61 and min(map(len, answers)) > 18
+    assert sum(map(len, parts.values())) == len(records) + 1
+    assert "1 with conversation_id, which nothing reads" in " ".join(table)
+
+
+@pytest.mark.parametrize(
+    "tokenizer, prompts",
+    [(bos, ["", "I", *(f"In {i}" for i in range(60))]),
+     (chat, [[user("Why " * i)] for i in range(1, 61)])],
+)  # fmt: skip
+def test_prompts_that_only_look_alike_are_split_by_themselves(tokenizer, prompts, tmp_path):
+    source = write(tmp_path / "d.jsonl", *map(rated, prompts))
+    parts, _ = parts_of(Data(source, split="50,50"), tokenizer=tokenizer())
+    assert min(len(parts["train"]), len(parts["val"])) > 18
 
 
 @pytest.mark.parametrize(
