@@ -84,11 +84,15 @@ def answers_of(
     for name in ANSWERS:
         if name not in columns:
             continue
-        for place, answer in columns[name].all(raw) or [((), None)]:
+        found = columns[name].all(raw) or [((), None)]
+        for place, answer in found:
             judgement: Judgement = name == "chosen"
             if name not in PAIR:
                 judgement = ratings and [x for at, x in ratings if is_same_place(at, place)]
             answers.append((name, answer, judgement))
+        for at, _ in ratings or []:
+            if not any(is_same_place(at, place) for place, _ in found):
+                layout.counts["ratings without an answer"] += 1
     return answers or [("", None, ratings and [rating for _, rating in ratings])]
 
 

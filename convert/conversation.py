@@ -68,9 +68,11 @@ def rated_nodes(
         ratings = [x for _, x in columns["label"].all(node.raw if has_its_rating else raw)]
         judged = Judged(node.where, fields)
         if not any(map(is_there, ratings)):
-            if role_of(layout, node.raw) == "assistant":
+            if role_of(layout, node.raw) != "assistant":
+                continue
+            if not layout.settings.repeated:  # otherwise it withdraws an earlier rating
                 yield judged._replace(reason="not rated")
-            continue
+                continue
         rating_id = columns["rating_id"].one(node.raw) if "rating_id" in columns else None
         if is_there(rating_id) and rating_id in rating_ids:
             yield judged._replace(reason="a copy, with the rating of another answer")

@@ -19,7 +19,7 @@ ANSWERS = ("completion", "messages", *PAIR)
 TEXTS = (*PROMPTS, *ANSWERS)
 REWARDS = ("chosen_reward", "rejected_reward")
 # fields besides a prompt and its answers, in any form of record
-BESIDE = ("system", "tools", "chat_template_kwargs", "weight", *REWARDS)
+BESIDE = ("system", "tools", "chat_template_kwargs", "date", "cut", "spans", "weight", *REWARDS)
 # names that --columns may give, besides the fields of our records
 FOREIGN = (
     *("a", "b", "verdict", "turn", "prefix"),
@@ -87,6 +87,11 @@ class Layout:
         self.kind = settings.kind
         self.counts = counts
         self.extra = split_commas(settings.extra)
+        if "source" in self.extra:
+            raise BadInput(
+                "--extra: source: the place in the file has this name in our records: --columns origin=source "
+                "--extra origin"
+            )
         columns = named("--columns", settings.columns)
         self.columns = {name: Column(path) for name, path in columns.items()}
         self.role = self.columns.get("role", Column(".role|.from"))

@@ -104,14 +104,14 @@ class Column:
         self.is_several = "+" in text or "*" in re.sub(r"\[[^]]*\]", "", text)
         # a shortcut, because messages are read hundreds of thousands of times: fields that need no path
         names = [name.removeprefix(".") for name in text.split("|")]
-        self.fields = [] if re.search(r"[.+*\[]", "".join(names)) else names
+        self.fields = [] if re.search(r"[.+*\[]|^$", "".join(names)) else names
         self.was_asked = False
         self.was_found = not text  # weight= names no field
 
     def all(self, record: object) -> list[Found]:
         """All values in a record, each with the index of every star and of its part of a sum."""
         self.was_asked = True
-        if isinstance(record, dict) and self.text in record:  # also a name with dots
+        if self.text and isinstance(record, dict) and self.text in record:  # also a name with dots
             self.was_found = True
             return [((), record[self.text])]
         if len(self.parts) == 1:

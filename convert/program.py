@@ -46,7 +46,8 @@ def settings_of(words: list[str]) -> Conversion:
     if settings.form:
         settings = parse_command(Conversion, __doc__, words, read_form(settings.form))
     out = Path(settings.out or "x.jsonl")
-    is_the_source = out.exists() and out.samefile(find_path(settings.file))
+    files = [Path(file) for part in split_sources(settings.file) for file in files_of(part)]
+    is_the_source = out.exists() and any(file.exists() and file.samefile(out) for file in files)
     if out.suffix != ".jsonl" or is_the_source:
         raise BadInput(f"--out: {out}: expected another file, whose name ends in .jsonl")
     return settings
@@ -67,7 +68,9 @@ def write(records: Iterable[dict], settings: Conversion, counts: Counter) -> Non
     out = Path(settings.out)
     unfinished = out.with_name(f".{out.name}.tmp")
     try:
-        with user_error("--out"), open(unfinished, "w", encoding="utf-8") as file:
+        with user_error("--out"):
+            opened = open(unfinished, "w", encoding="utf-8")
+        with opened as file:
             for record in records:
                 # a table has days, times and decimals; str is their text in ISO 8601, but for the T of a time
                 file.write(ENCODER.encode(record) + "\n")

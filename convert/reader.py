@@ -11,12 +11,12 @@ from itertools import chain
 
 from convert.answers import Judged, judged_answers
 from convert.conversation import nodes_of, rated_messages, rated_nodes
-from convert.layout import REWARDS, Conversion, Layout
+from convert.layout import ANSWERS, REWARDS, TEXTS, Conversion, Layout
 from convert.paths import Column, elements, nearest, paths_in
 from convert.values import Skipped
 from infra.console import BadInput
 from infra.settings import refuse
-from records.forms import ALIASES, PROMPTS, understand_record
+from records.forms import ALIASES, understand_record
 from records.sources import decoded_records, files_of, split_sources
 
 # a file may have none of these
@@ -181,8 +181,8 @@ def settled(answers: Iterable[Judged], repeated: str) -> list[Judged]:
     """The answers of all records. If one answer to one prompt is rated several times, the last or the first rating
     counts. A rating that says nothing withdraws those before it."""
     groups: dict[str, list[Judged]] = {}
-    for judged in answers:
-        groups.setdefault(rating_key(judged), []).append(judged)
+    for i, judged in enumerate(answers):
+        groups.setdefault(rating_key(judged) or str(i), []).append(judged)
     result = []
     for group in groups.values():
         if repeated == "last":
@@ -193,9 +193,11 @@ def settled(answers: Iterable[Judged], repeated: str) -> list[Judged]:
 
 
 def rating_key(judged: Judged) -> str:
-    """A key that is equal for two ratings of one answer: all fields of prompt and answer."""
-    names = {*PROMPTS, "completion", "messages", "system"}
-    return key_of({x: y for x, y in judged.record.items() if ALIASES.get(x, x) in names})
+    """A key that is equal for two ratings of one answer: all fields of prompt and answer. Empty if the answer cannot be
+    read."""
+    names = {*TEXTS, "system", "history", "tools", "chat_template_kwargs"}
+    record = {ALIASES.get(x, x): y for x, y in judged.record.items() if ALIASES.get(x, x) in names}
+    return key_of(record) if record.keys() & set(ANSWERS) else ""
 
 
 def key_of(fields: dict) -> str:

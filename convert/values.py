@@ -9,6 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 
 from infra.console import BadInput
@@ -27,11 +28,12 @@ def is_there(value: object) -> bool:
 
 
 def number(value: object, default: float | None = None) -> float | None:
-    """A number, also one that is written as a text."""
-    try:
-        return default if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        return default
+    """A finite number, also one that is written as a text."""
+    with suppress(ValueError):
+        x = float(str(value))
+        if math.isfinite(x):
+            return x
+    return default
 
 
 def pairs_of(setting: str, text: str | None) -> list[tuple[str, str, str]]:
@@ -65,6 +67,8 @@ def test_of(wanted: str) -> Callable[[object], bool] | None:
         return lambda value: str(value).endswith(wanted[1:])
     low, _, high = map(number, wanted.partition(".."))
     if low is not None and high is not None:
+        if low > high:
+            raise BadInput(f"{wanted}: no number lies between; the smaller one comes first")
         return lambda value: low <= number(value, math.nan) <= high
     limit = re.fullmatch(r"([<>]=?)(.+)", wanted)
     if limit is None:
@@ -142,9 +146,11 @@ class Labels:
     def meaning(self, rating: object) -> bool | str | None:
         """Up (True), down, a, ... of one rating; None if --labels does not name it. Without --labels, of our own
         labels. Raises BadInput."""
-        for meaning, wanted in self.wanted.items():
-            if values_of(wanted).has(rating):
-                return meaning
+        meanings = [name for name, wanted in self.wanted.items() if values_of(wanted).has(rating)]
+        if len(meanings) > 1:
+            raise BadInput(f"label: {rating!r:.50} has two meanings by --labels")
+        if meanings:
+            return meanings[0]
         text = as_text(rating)
         if self.wanted or text in LABELS:
             return None if self.wanted else LABELS[text]

@@ -302,7 +302,10 @@ def parse_json(text: str | bytes) -> object:
     """The value of a text of JSON. Raises ValueError, also for two equal keys."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
-    return DECODER.decode(text)
+    try:
+        return DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
 
 
 def is_place(source: object) -> bool:

@@ -207,6 +207,32 @@ def test_a_file_is_whole_or_not_there_and_the_first_twenty_faults_are_said(tmp_p
     assert sorted(tmp_path.iterdir()) == [tmp_path / "d.jsonl", out], "and nothing beside"
 
 
+def test_what_is_known_of_a_sampled_answer_stays_beside_a_rating_that_lies_deeper(tmp_path):
+    asked = {"chat_template_kwargs": {"x": 1}, "date": "2026-01-31", "cut": True}
+    asked["spans"] = [{"start": 0, "end": 1, "label": False}]
+    record = {**rated(), **asked, "label": None, "meta": {"vote": 1}}
+    source = write(tmp_path / "d.jsonl", record)
+    columns = "completion=completion,label=meta.vote"
+    (converted,) = records_of(convert(source, columns=columns, labels=UP_DOWN))
+    assert converted == {**rated(), **asked, "source": f"{source}:1"}
+
+
+def test_a_setting_that_names_no_field_reads_no_column_without_a_name(tmp_path):
+    source = saved(tmp_path, ",prompt,completion,label,weight\n7,Q,A,1,kg\n")  # as pandas writes it
+    (converted,) = records_of(convert(source, columns="weight="))
+    assert converted.keys() == {"prompt", "completion", "label", "source"}
+
+
+def test_a_pattern_of_files_is_converted_again_but_not_into_one_of_them(tmp_path):
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", rated())
+    for source in (f"{tmp_path}/?.jsonl", f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"):
+        for _ in range(2):
+            main([source, f"--out={tmp_path}/ratings.jsonl"])
+        with pytest.raises(BadInput, match="^--out: .*: expected another file"):
+            main([source, f"--out={tmp_path}/b.jsonl"])
+
+
 def test_nothing_to_write_and_a_wrong_name_are_refused(tmp_path):
     source = write(tmp_path / "d.jsonl", rated(kind="x"))
     (line,) = refusal(source, where="kind=y|null")
@@ -292,6 +318,15 @@ finally:
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert len(records_of(tmp_path / "o.jsonl")) == 10_000
     assert float(run.stderr) < 2, "no module but ours; some seconds for 100,000 records"
+
+
+def test_lists_that_are_nested_too_deeply_are_one_line(tmp_path):
+    source = tmp_path / "d.jsonl"
+    source.write_text('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    for options in ({}, dict(columns="label=x.y", labels=UP_DOWN)):
+        assert refusal(source, **options)[0].endswith(
+            "d.jsonl:1: lists or objects are nested too deeply"
+        )
 
 
 def test_a_long_run_of_blanks_in_a_text_is_read_at_once(tmp_path):
