@@ -6,7 +6,10 @@ It takes the settings of online.py and prints the command that starts the server
 the run, also on another machine that sees the run's folder under the same path. Nothing of vLLM is imported, because
 all goes over HTTP. The server loads each iteration's policy from a new folder. The folder's name is the version of the
 server's weights. If the server has another version, such as that of another run, the run ends. Therefore one server
-serves one run.
+serves one run. On one GPU give the server --gpu-memory-utilization 0.4 or so.
+
+vLLM 0.32 on a CPU dies if it splits a prompt that has a seed: use --no-enable-chunked-prefill --max-model-len N
+--max-num-batched-tokens N. It also keeps the first weights of a head that is tied to the embedding, so use LoRA there.
 
 A checker of your own: online.main(settings=Settings, trainer=WithServer, checker=...).
 SPIN: spin.main(rollout=Server(EngineSettings())).
