@@ -71,16 +71,6 @@ def test_every_part_of_gpu_runs_with_models_of_a_few_weights(tmp_path):
     assert all(abs(row["gradient"] / heads[0]["gradient"] - 1) < 1e-2 for row in heads)
 
 
-def test_an_order_of_records_is_a_seeds_and_keeps_a_prompts_ratings_together_where_asked():
-    records = [{"prompt": f"p{i // 3}", "completion": f"c{i}"} for i in range(31)]
-    neighbours = {}  # of one prompt
-    for order in ("shuffled", "file"):
-        rows, again, other = (cuts.ordered(records, order, seed, 4) for seed in (1, 1, 2))
-        assert len(rows) == 28 and rows == again != other
-        neighbours[order] = sum(a["prompt"] == b["prompt"] for a, b in zip(rows, rows[1:]))
-    assert neighbours["shuffled"] < 8 and neighbours["file"] >= 17
-
-
 def test_our_run_does_not_depend_on_its_cut_and_makes_a_line_once(tmp_path, monkeypatch, capsys):
     few = tmp_path / "few.jsonl"
     lines = (ROOT / "demo" / "train.jsonl").read_text().splitlines(keepends=True)
@@ -105,8 +95,3 @@ def test_our_run_does_not_depend_on_its_cut_and_makes_a_line_once(tmp_path, monk
     assert uncut["distance"] == 0 < cut["distance"] < 0.01
     assert uncut["right"][1] == len({json.loads(line)["prompt"] for line in lines[:24]})
     assert "ours, file, 1, 2 ..." in capsys.readouterr().out
-    cuts.main()
-    assert "..." not in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["cuts.py", "table"])
-    cuts.main()
-    assert "| file, ours, 1 | 2 | " in capsys.readouterr().out

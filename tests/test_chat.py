@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import tokens
 from conftest import start, train
-from tokenizers import pre_tokenizers
 from tokens import ids_of, rated, write
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -24,7 +23,7 @@ from records.forms import Record, understand_record
 from records.tokenizer import Tokenizer, template_kwargs
 
 sys.path.append(str(tokens.CHAT))
-from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, WEATHER, bot, user  # noqa: E402
+from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, bot, user  # noqa: E402
 
 TRL = json.loads((tokens.CHAT / "trl.json").read_text())
 
@@ -125,26 +124,6 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
 
 
 # ---- where a completion begins -------------------------------------------------------------------
-
-
-def test_a_completion_has_the_space_that_the_whole_text_has_and_no_other(real, ids, tmp_path):
-    """Encoded alone, `Could` begins with a space that no dialogue has there."""
-    for name in ("llama-2", "mistral-v0.3"):
-        t = Tokenizer(Source(real(name)))
-        vocab = t.hf.convert_tokens_to_ids
-        could, spaced = [vocab("C"), vocab("ould")], [vocab("▁C"), vocab("ould")]
-        assert ids_of(t, "Could") == spaced != could
-        for prompt in ("The answer is:\n", "The answer is: ", "\n"):
-            assert ids(rated(prompt, "Could"), t)[1] == [*could, t.eos]
-        assert ids(rated("The answer is:", " Could"), t)[1] == [*spaced, t.eos]
-        assert ids(rated("", "Could"), t) == ([t.bos], [*spaced, t.eos]), "a text's own beginning"
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    changed = tokens.folder(
-        tmp_path / "t", change=lambda t: setattr(t, "pre_tokenizer", byte_level)
-    )
-    t = Tokenizer(Source(changed))
-    assert ids_of(t, "b") == t.hf.convert_tokens_to_ids(["Ġb"]), "byte-level ones can do that, too"
-    assert ids(rated("p", "b"), t)[1] == [*t.hf.convert_tokens_to_ids(["b"]), t.eos]
 
 
 @pytest.mark.parametrize(
@@ -266,19 +245,6 @@ def test_a_template_that_ends_no_answer_is_said(tiny, tmp_path, shown):
     (model / "chat_template.jinja").write_text(template)
     source = write(tmp_path / "d.jsonl", rated([user("Hi")], [bot("Ho")]))
     assert "the chat template writes nothing that ends an answer" in shown(source, "--model", model)
-
-
-def test_a_tool_or_a_call_that_the_template_leaves_out_is_refused():
-    """ChatML writes neither."""
-    call = bot("c", tool_calls=[{"function": {"name": "weather"}}])
-    for prompt, answer, tools in (
-        ([user("p")], call, None),
-        ([user("p"), call, user("q")], bot("d"), None),
-        ([user("p")], bot("c"), TOOLS),
-        ([user("p")], bot("c"), [WEATHER]),
-    ):
-        with pytest.raises(BadInput, match="^tools: .* does not write its text: 'weather'"):
-            tokens.chat().render(Record(prompt, [answer], tools=tools))
 
 
 # ---- all that a record says is written -----------------------------------------------------------

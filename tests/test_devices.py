@@ -2,17 +2,14 @@
 
 import os
 import re
-import runpy
 import socket
 import sys
-from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, Started, assert_same, environments_of_ranks, ranks, result
 
 import kto
-from head import add_product
 from infra.console import BadInput, rank
 from infra.devices import launch, resolve_devices
 from infra.launchers import resolve_processes
@@ -131,17 +128,6 @@ def gpus(monkeypatch, *capabilities):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"GPU number {gpu}")
 
 
-def test_a_driver_that_is_older_than_torchs_cuda_is_one_line(monkeypatch):
-    """torch counts its GPUs all the same."""
-    gpus(monkeypatch, (8, 0))
-    fault = "The NVIDIA driver on your system is too old (found version 12040)."
-    monkeypatch.setattr(torch.cuda, "get_device_name", mock.Mock(side_effect=RuntimeError(fault)))
-    with pytest.raises(
-        BadInput, match=rf"^accelerator: gpu \(--accelerator cpu .*\): {fault[:20]}"
-    ):
-        resolved(accelerator="auto")
-
-
 def test_rank_0_may_work_alone_for_hours_while_the_others_wait():
     """A judge's answers, an export: with Fabric's default of half an hour the others would end the run."""
 
@@ -187,35 +173,3 @@ def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_s
     if capability == (7, 5):
         with pytest.raises(BadInput, match="^precision: bf16-true: GPU number 0 .capability 7.5, "):
             resolved(size, "gpu", precision="bf16-true")
-
-
-class OnGpu(torch.Tensor):
-    """Says that it lies on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
-def test_the_heads_gradient_is_added_up_in_float32_on_a_gpu_without_such_a_product(
-    capability, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
-    asked = []
-    monkeypatch.setattr(torch, "addmm", lambda *a, out, **k: asked.append(k["out_dtype"]))
-    a, b = torch.full((3, 300), 1.0), torch.full((300, 2), 1 + 2**-7)
-    sum_32 = torch.ones(3, 2)
-    add_product(sum_32.as_subclass(OnGpu), a.bfloat16(), b.bfloat16())
-    if capability >= (8, 0):
-        assert asked == [torch.float32]
-    else:
-        assert not asked and sum_32.tolist() == [[1 + 300 * (1 + 2**-7)] * 2] * 3
-
-
-@pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
-def test_a_gpus_memory_grows_by_segments_unless_the_users_environment_says_how(own, environment):
-    """torch reads it when it first uses a GPU, as for its capability: so it is set by the import."""
-    for name in [name for name in environment if name.endswith("_ALLOC_CONF")]:
-        del environment[name]
-    environment |= own
-    runpy.run_path(str(ROOT / "infra" / "devices.py"))
-    assert environment.get("PYTORCH_ALLOC_CONF") == (None if own else "expandable_segments:True")

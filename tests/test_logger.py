@@ -11,14 +11,13 @@ import torch
 from conftest import ROOT, Started, rows_of, start, train
 
 import kto
-from evaluation import format_before_after, wilson_interval
+from evaluation import format_before_after
 from infra import console
 from infra.checkpoint import RunState
-from infra.console import BadInput, advance, progress
-from infra.logger import Logger, add_row, cut_rows, peak_memory, speed_of
+from infra.console import BadInput
+from infra.logger import Logger, add_row, cut_rows, speed_of
 from infra.optimizer import Plan
 from infra.settings import Data
-from trainer import Trainer
 
 
 def run_settings(out: Path, **kw) -> kto.Settings:
@@ -66,33 +65,28 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "total, start, seconds, n, first, last",
+    "total, start, seconds, shown, last",
     [
-        (1000, 0, 1.0, 20, "step 1/1000: CELLS ETA 0:16:39", "step 951/1000: CELLS ETA 0:00:49"),
-        (100_000, 99_000, 6.0, 100, "step 99001/100000: CELLS ETA 1:39:54", "step 99991/100000: CELLS ETA 0:00:54"),
+        (1000, 0, 1.0, [*range(1, 1000, 50)], "ETA 0:00:49"),
+        (100_000, 99_000, 6.0, [*range(99_001, 100_000, 10)], "ETA 0:00:54"),
         # resumed: its first step too, and an ETA by its own steps
-        (1000, 900, 1.0, 2, "step 901/1000: CELLS ETA 0:01:39", "step 951/1000: CELLS ETA 0:00:49"),
+        (1000, 900, 1.0, [901, 951], "ETA 0:00:49"),
     ],
-)  # fmt: skip
+)
 def test_a_run_prints_about_twenty_lines_or_one_a_minute(
-    total, start, seconds, n, first, last, tmp_path, capsys, monkeypatch
+    total, start, seconds, shown, last, tmp_path, capsys, monkeypatch
 ):
     logger = Logger(run_settings(tmp_path), -1, False)
     logger.begin(Plan(total, total, 0, total, total), total)
-    assert f"{total:,} steps of 64 examples" in capsys.readouterr().out
-    row = {"loss": 0.25, "kl": 0.0, "kl/clamped": 1.0, "auc": 0.5, "accuracy": 0.5}
-    row |= {"rewards/margins": 1.5, "tokens/s": 1234.5}
+    capsys.readouterr()
+    row = {"loss": 0.25, "kl": 0.0, "kl/clamped": 1.0, "auc": 0.5, "tokens/s": 1234.5}
     for step in range(start + 1, total + 1):
         # of a clock that the steps alone move
         monkeypatch.setattr("infra.logger.time.time", lambda now=1e9 + step * seconds: now)
         logger.step(step, row, seconds)
     lines = capsys.readouterr().out.splitlines()
-    cells = "loss 0.2500 kl 0 (clamped) margins 1.5000 tok/s 1,234"
-    assert (len(lines), lines[0], lines[-1]) == (
-        n,
-        first.replace("CELLS", cells),
-        last.replace("CELLS", cells),
-    )
+    assert [line.split("/")[0] for line in lines] == [f"step {step}" for step in shown]
+    assert lines[-1].endswith(f": loss 0.2500 kl 0 (clamped) tok/s 1,234 {last}")
 
 
 # ---- trackers, through whole runs ----------------------------------------------------------------
@@ -190,11 +184,6 @@ def test_the_docs_name_every_column(tiny, ratings, pairs, demos, tmp_path):
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def test_wilsons_interval_by_hand():
-    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert wilson_interval(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)  # Newcombe's tables
-
-
 def answers(*texts: str) -> list[dict]:
     return [{"prompt": f"p{i}", "completion": text} for i, text in enumerate(texts)]
 
@@ -247,40 +236,9 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else(column, v
 # ---- speed ---------------------------------------------------------------------------------------
 
 
-def test_a_steps_speed_and_the_peak_memory_of_a_gpu_a_cpu_and_a_mac(monkeypatch):
+def test_a_steps_speed_and_the_peak_memory_of_the_process():
     example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2e9)
-    on_gpu = speed_of([example] * 2, 0.5, torch.device("cuda"))
-    assert on_gpu == {"tokens/s": 48, "seconds": 0.5, "memory_gb": 2}
-    cpu = torch.device("cpu")
+    found = speed_of([example] * 2, 0.5, torch.device("cpu"))
+    assert (found["tokens/s"], found["seconds"]) == (48, 0.5)
     peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-    assert peak_memory(cpu) == pytest.approx(peak_kib * 1024 / 1e9, rel=0.05)
-    usage = SimpleNamespace(ru_maxrss=3 * 10**9)  # macOS gives bytes
-    monkeypatch.setattr("infra.logger.resource.getrusage", lambda who: usage)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert peak_memory(cpu) == 3
-
-
-def test_a_rows_entropy_is_a_mean_over_tokens_and_its_samples_are_of_all_steps():
-    examples = [SimpleNamespace(completions=([0] * n,)) for n in (2, 1)]
-    step = SimpleNamespace(size=2, examples=examples)
-    run = SimpleNamespace(state=RunState(step=5), engine_gap=None)
-    loop = SimpleNamespace(run=run)
-    row = Trainer.loop_row(loop, step, torch.tensor([1.0, 4.0]), Plan(4, 8, 4, 8, 4))
-    assert row == {"entropy": 2.0, "epoch": 0.25, "samples": 10}
-
-
-def test_some_seconds_pass_from_one_line_about_work_to_the_next(capsys, monkeypatch):
-    clock = iter([0, 15, 25, 46, 50, 60, 70, 90])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    with progress("answers", 4):
-        for n in (1, 1, 0, 1):  # 0: a token of a long answer
-            advance(n)
-        with progress("records", None):
-            advance(1000)
-            advance(234)
-    assert capsys.readouterr().out.splitlines() == [
-        "answers: 50%",
-        "answers: 75%",
-        "records: 1,234",
-    ]
+    assert found["memory_gb"] == pytest.approx(peak_kib * 1024 / 1e9, rel=0.05)

@@ -1,7 +1,6 @@
 """Who rates online answers in examples/: a model behind a server, a reward model, the best against the worst."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ import judge as judge_file  # noqa: E402
 import online_dpo  # noqa: E402
 import reward_model as reward_file  # noqa: E402
 from judge import Judge, Judged, JudgeSettings, Server, judge, verdict  # noqa: E402
-from reward_model import RewardModel  # noqa: E402
 
 COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
 
@@ -61,12 +59,6 @@ def answers(*texts: str) -> list[Answer]:
     return [Answer("p", text, {}, False) for text in texts]
 
 
-def chat_reply(content, finish_reason: str = "stop", **message) -> tuple[int, dict, str]:
-    """What the server is to answer next: `faults` of judge_server."""
-    choice = {"message": {"content": content, **message}, "finish_reason": finish_reason}
-    return 200, {}, json.dumps({"choices": [choice]})
-
-
 VERDICTS = {
     True: [
         "YES",
@@ -99,39 +91,6 @@ def test_a_verdict_is_the_one_word_of_the_last_line_after_the_thoughts(expected)
         assert verdict(reply) is expected, reply
 
 
-def test_a_reply_that_was_cut_is_no_verdict_and_is_counted(judge_server, tmp_path, capsys):
-    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "YES?"}]}
-    judge_server.faults += [
-        chat_reply("The answer seems right:\nno", "length"),
-        chat_reply(
-            [thinking, {"type": "text", "text": "Wrong.\n"}, {"type": "text", "text": "NO"}]
-        ),
-        chat_reply(None, "length", reasoning_content="Let me see"),
-    ]
-    given = answers("a", "b", "c")
-    one = begun(tmp_path, judge_server.url, threads=1)
-    line = "judge.request: 2 of 3 replies were cut before their end, so they are no verdicts: "
-    for _ in range(2):  # asked, then read from the file
-        assert one(given) == [None, False, None]
-        assert line + "more max_tokens, or" in capsys.readouterr().out
-    assert len(judge_server.asked) == 3
-    assert rows_in(tmp_path / "judge.jsonl")[1]["reply"] == "Wrong.\nNO", "without its thoughts"
-
-
-def test_the_judge_is_asked_once_about_each_answer_also_after_a_kill(judge_server, tmp_path):
-    one = begun(tmp_path, judge_server.url)
-    assert one(answers("ab", "abc", "ab")) == [True, False, True]
-    file = tmp_path / "judge.jsonl"
-    file.write_text(file.read_text() + '\n{"request": "ab')  # half a line of a killed process
-    again = begun(tmp_path, judge_server.url + "/v1/")  # the same server
-    assert again(answers("abc", "abcd", "ab")) == [False, True, True]
-    asked = [body["messages"][0]["content"] for _, body in judge_server.asked]
-    assert sorted(asked) == ["ab", "abc", "abcd"]
-    assert begun(tmp_path, judge_server.url)(answers("abcd")) == [True]
-    begun(tmp_path, judge_server.url, model="another")(answers("ab"))
-    assert [body["model"] for _, body in judge_server.asked[2:]] == ["m", "another"]
-
-
 def test_a_question_has_the_answers_own_texts_and_the_request_what_the_settings_say(
     judge_server, tmp_path
 ):
@@ -145,23 +104,25 @@ def test_a_question_has_the_answers_own_texts_and_the_request_what_the_settings_
     assert Server("https://host/v1beta/openai/", None).url == "https://host/v1beta/openai"
 
 
+CUT = {"message": {"content": "no"}, "finish_reason": "length"}
+
+
 @pytest.mark.parametrize(
-    "faults, error",
+    "faults, verdict, error",
     [
-        ([(429, "slowly"), (503, ""), (200, "<html>")], None),
-        ([(401, "no such key")], "^judge.server: http.*: 401 Unauthorized: 'no such key'$"),
-        ([(500, "")] * 4, "4 times 500 Internal Server Error"),
-        ([(200, '{"error": "the quota is used up"}')] * 4, "4 times no reply.*the quota is used"),
+        ([(429, "slowly"), (503, ""), (200, "<html>")], True, None),
+        ([(200, json.dumps({"choices": [CUT]}))], None, None),
+        ([(401, "no such key")], None, "^judge.server: http.*: 401 Unauthorized: 'no such key'$"),
+        ([(500, "")] * 4, None, "4 times 500 Internal Server Error"),
     ],
 )
 def test_a_busy_or_broken_server_is_asked_again_and_a_refusal_ends_the_run(
-    faults, error, judge_server, tmp_path
+    faults, verdict, error, judge_server, tmp_path
 ):
     judge_server.faults += [(code, {}, text) for code, text in faults]
     one = begun(tmp_path, judge_server.url)
     if error is None:
-        assert one(answers("ab")) == [True]
-        assert len(judge_server.asked) == len(faults) + 1
+        assert one(answers("ab")) == [verdict] and not judge_server.faults
         return
     with pytest.raises((BadInput, Failed), match=error):
         one(answers("ab"))
@@ -273,64 +234,6 @@ def test_answers_have_the_scores_that_transformers_gives_to_their_dialogues(
     assert before["right"] == pytest.approx(expected, abs=1e-6) and before["of"] == 2
 
 
-def test_what_is_no_reward_model_is_refused(tiny, reward_folder, tmp_path):
-    load = reward_file.reward_model.load
-
-    def saved(**changes) -> reward_file.RewardSettings:
-        config = transformers.AutoConfig.from_pretrained(reward_folder, **changes)
-        transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-        return reward_file.RewardSettings(str(tmp_path))
-
-    with pytest.raises(BadInput, match="^reward.model: .*: no weights of score.weight$"):
-        load(reward_file.RewardSettings(str(tiny)), "cpu")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="^reward.model: 2 scores, not one$"):
-        load(saved(num_labels=2), "cpu")
-    with pytest.raises(BadInput, match="^reward.model: it has no chat template$"):
-        load(saved(), "cpu")
-
-
-def reader(folder: Path, template: str) -> RewardModel:
-    """A small reward model with the tokenizer of tiny and this template, as a run of 31 January loads it."""
-    shutil.copytree(tokens.FILES, folder, dirs_exist_ok=True)
-    sizes = dict(n_positions=40, n_embd=32, n_layer=1, n_head=2, vocab_size=600)
-    config = transformers.GPT2Config(**sizes, num_labels=1, pad_token_id=0)
-    transformers.GPT2ForSequenceClassification(config).save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    one = RewardModel()
-    one.load(reward_file.RewardSettings(str(folder)), "cpu", "2026-01-31")
-    return one
-
-
-def dialogue(*turns: dict, answer: str) -> Answer:
-    return Answer("", answer, {"dialogue": json.dumps(turns)}, False)
-
-
-USER = {"role": "user", "content": "3 apples, 12 figs"}
-
-
-def test_a_score_that_is_no_number_and_a_dialogue_that_is_too_long_are_refused(tmp_path):
-    one = reader(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    short, long = (dialogue({**USER, "content": "a"}, answer="z!" * n) for n in (19, 20))
-    assert [one.encode(x).shape[1] for x in (short, long)] == [39, 41]
-    one.scores([short])
-    with pytest.raises(BadInput, match="^reward.model: answer 1: 41 tokens .* reads 40: "):
-        one.scores([short, long])
-    one.model.score.weight.data.fill_(torch.nan)
-    with pytest.raises(BadInput, match="^reward.model: answer 0: its score is nan$"):
-        one.scores([short])
-
-
-def test_a_reward_model_reads_the_runs_day_and_no_tools(tmp_path):
-    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    one = reader(tmp_path, template)
-    (ids,) = one.encode(dialogue(USER, answer=" a"))
-    assert one.tokenizer.decode(ids) == "31 Jan 20263 apples, 12 figs a"
-    with pytest.raises(BadInput, match="^tools: the reward model does not read them$"):
-        reward_file.with_dialogue({"prompt": "a", "tools": [{"name": "f"}]})
-
-
 # ---- examples/online_dpo.py ----------------------------------------------------------------------
 
 
@@ -347,9 +250,3 @@ def test_of_a_prompts_answers_the_best_and_the_worst_are_a_pair(monkeypatch):
     pairs = online_dpo.rate(run, prompts, ids)
     assert [[list(x) for x in e.completions] for e in pairs] == [[ids[1], ids[2]], [ids[8], ids[7]]]
     assert [(e.rewards, e.label) for e in pairs] == [((1.0, 0.0), True), ((0.75, 0.25), True)]
-
-
-def test_online_dpo_needs_two_answers_to_a_prompt(tiny, ratings, tmp_path):
-    argv = (*COMMON, "--online.max_iterations=1", "--online.num_generations=1", "--batch_size=2")
-    with pytest.raises(BadInput, match="^online.num_generations: a pair needs two"):
-        train(tiny, ratings, tmp_path, *argv, program="online", settings=online_dpo.Settings)
