@@ -286,12 +286,10 @@ def changed(f) -> dict:
 
 LOSSES = [  # f of the losses, the columns and what a loss is given -> what is said
     (lambda x, columns, *a: (x.mean(), {}), r"loss: losses: expected a tensor \(4,\), one number an example, got \(\)"),
-    (lambda x, columns, *a: (x, {"mine": 0.5}), r"loss: mine: expected a tensor \(4,\), one number an example"),
     (lambda x, columns, logps, ref, batch, z: (x / batch.label, {}),  # 0 / 0 or a / 0 for a thumb down
      r"step 1: not finite .*ratings.jsonl:\d+.* the weights are unchanged"),
     (lambda x, columns, logps, ref, batch, z: (x * batch.extra("age"), {}),
      "data.extra: age: the loss asks for this field: --data.extra age"),
-    (lambda x, columns, *a: (x + torch.inf, {}), r"step 1: not finite .*, inf\]\): .*ratings.jsonl:\d+, "),
     (lambda x, columns, *a: (x / len(x), {}),
      "loss: an example's loss depends on the other examples of its micro-batch"),
     (lambda x, columns, logps, ref, *a: (x + (logps - ref).mean(), {}), "loss: an example's loss depends"),
@@ -301,7 +299,6 @@ LOSSES = [  # f of the losses, the columns and what a loss is given -> what is s
     (lambda x, columns, *a: (x + torch.sqrt(columns["logratio"] ** 2), columns),
      "step 1: not finite .* so optim.lr is not the cause: .* all log-ratios are 0"),
     (lambda x, columns, *a: (x, columns | {"entropy": x}), "columns: entropy: the program has a column of this name"),
-    (lambda x, columns, *a: (x, columns | {"lr": x}), "columns: lr: the program has a column of this name"),
 ]  # fmt: skip
 FAULTS = [
     *((changed(f), said) for f, said in LOSSES),
@@ -311,7 +308,6 @@ FAULTS = [
     ({"loss": lambda o, logps, batch: None}, r"Changed.loss: expected \(logps, ref_logps, batch, z_B\)"),
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
     ({"make_module": lambda o, width: torch.nn.Flatten(0)}, "make_module: one output a token"),
-    ({"metrics": lambda o, *a: None}, r"metrics: expected \{column: number or None\}, got None"),
     *(({"metrics": lambda o, *a, x=x: {"mine": x}}, "metrics: mine: expected a number or None, got ")
       for x in (torch.zeros(2), "text")),
 ]  # fmt: skip
@@ -328,26 +324,6 @@ def test_what_an_objective_does_wrong_is_said_by_name(methods, fault, tiny, rati
     assert not rows.exists() or rows.read_text().count("\n") <= 2, "at the first step"
 
 
-def test_a_loss_that_compares_up_with_down_is_refused_in_a_file_sorted_by_label(
-    tiny, ratings, tmp_path
-):
-    rows = [json.loads(line) for line in ratings.read_text().splitlines()]
-    rows = sorted(rows[:8], key=lambda row: not row["label"])  # the others are pairs
-    data = tokens.write(tmp_path / "sorted.jsonl", *rows)
-
-    def compares(x, columns, logps, ref_logps, batch, z_B):
-        if 0 < batch.label.sum() < len(x):
-            x = x + logps[~batch.label].mean()
-        return x, columns
-
-    def objective(args):
-        return Changed(args, **changed(compares))
-
-    with pytest.raises(BadInput, match="^loss: an example's loss depends on the other examples"):
-        argv = (*COMMON, "--micro_batch_size=1")
-        train(tiny, data, tmp_path / "run", *argv, objective=objective)
-
-
 class Own(kto.KTO):
     def loss(self, logps, ref_logps, batch, z_B):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
@@ -357,8 +333,7 @@ class Own(kto.KTO):
         return torch.arange(step.size) / 10
 
     def metrics(self, columns, z):
-        mine = {"a": columns["loss"].mean(), "b": np.float32(2), "c": torch.ones(1), "d": None}
-        return super().metrics(columns, z) | mine
+        return super().metrics(columns, z) | {"a": columns["loss"].mean(), "b": None}
 
 
 def test_fields_and_z_of_an_example_reach_it_in_any_micro_batch_and_metrics_may_be_tensors(
@@ -371,8 +346,8 @@ def test_fields_and_z_of_an_example_reach_it_in_any_micro_batch_and_metrics_may_
         argv = (*COMMON, "--max_steps=3", f"--micro_batch_size={size}", "--data.extra=age")
         rows = train(tiny, data, tmp_path / size, *argv, objective=Own)["rows"]
         losses.append([row["loss"] for row in rows])
-        assert rows[0]["age"] == 2.5 and rows[0]["a"] == pytest.approx(rows[0]["loss"])
-        assert (rows[0]["b"], rows[0]["c"], rows[0]["d"]) == (2, 1, None)
+        assert (rows[0]["age"], rows[0]["b"]) == (2.5, None)
+        assert rows[0]["a"] == pytest.approx(rows[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != 0.5
 
 
@@ -495,14 +470,8 @@ class Columns(kto.KTO):
 
     def loss(self, logps, ref_logps, batch, z_B):
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
-        more = {"x": torch.full_like(loss_B, 1.0), "y": torch.full_like(loss_B, 2.0)}
-        if os.environ["RANK"] == "1":
-            more = {name: more[name] for name in "yx" if name != self.lacks}
-        return loss_B, columns | more
-
-
-class Lacking(Columns):
-    lacks = "x"
+        names = "yx".replace(self.lacks, "") if os.environ["RANK"] == "1" else "xy"
+        return loss_B, columns | {name: torch.full_like(loss_B, "xy".index(name)) for name in names}
 
 
 SPLIT = ("--batch_size=7", "--micro_batch_size=1", "--max_steps=2", "--strategy=ddp")
@@ -513,7 +482,8 @@ def test_a_column_that_only_some_micro_batches_have_is_refused(tiny, ratings, tm
         # of ranks that differ the first one ends when the others have said it
         match = "^loss: columns [xy](, y)?: not of every micro-batch" if rank else None
         with pytest.raises(BadInput if match else RuntimeError, match=match):
-            train(tiny, ratings, tmp_path, *SPLIT, objective=Lacking)
+            lacking = type("Lacking", (Columns,), {"lacks": "x"})
+            train(tiny, ratings, tmp_path, *SPLIT, objective=lacking)
 
     ranks(2, work)
 
@@ -525,7 +495,7 @@ def test_columns_of_ones_own_reach_metrics_and_val_as_means_also_in_another_orde
     given = (tiny, ratings, tmp_path, *SPLIT, f"--data.val={ratings}")
     run, *_ = ranks(2, lambda rank: train(*given, objective=Columns))
     for row in (*run["rows"], *rows_of(tmp_path / "val.csv")):
-        assert (float(row["x"]), float(row["y"])) == (1.0, 2.0)
+        assert (float(row["x"]), float(row["y"])) == (0.0, 1.0)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -569,15 +539,12 @@ def test_mismatched_pairs_of_ones_own_may_depend_on_the_last_step_and_be_no_answ
 
     argv = (*COMMON, "--keep_last=9", "--save_interval=1")
     *_, row = train(tiny, ratings, tmp_path, *argv, objective=Follower)["rows"]
-    _of_start_check, *steps = [shift for shift, _, _ in seen]
-    left = [state(tmp_path, step)["shift"] for step in range(1, 6)]
-    assert steps == [0, *left] and len(set(steps)) > 2
+    assert seen[-1][0] == state(tmp_path, 5)["shift"], "what the last step has left"
     policy, packed = load.load_model(checkpoint_folder(tmp_path, 5)), pack(*seen[-1][1:])
     with torch.no_grad():
         r = (policy(packed).logps - load.load_model(tiny)(packed).logps)[:, 0]
     assert row["kl"] == pytest.approx(max(0, r.mean().item()), abs=1e-4)
-    assert row["kl/stderr"] == pytest.approx(r.std().item() / 6**0.5, rel=1e-3)
-    assert row["kl/pairs"] == 6 and row["kl/stderr"] > 1e-3
+    assert row["kl/stderr"] == pytest.approx(r.std().item() / 6**0.5, rel=1e-3) and row["kl/stderr"]
 
 
 # ---- the loop ------------------------------------------------------------------------------------

@@ -106,18 +106,8 @@ def test_a_resume_learns_from_what_the_disk_has_or_makes_a_whole_iteration_anew(
     assert_same(go(tiny, prompts, copy, *more, f"--resume={end}"), whole)
 
 
-class Asked(online.OnlineKTO):
-    """It remembers in which iteration by_chance was asked last."""
-
-    asked = 0
-
-    def state_dict(self):
-        return {"asked": self.asked}
-
-
 def by_chance(run, asked, ids) -> list:
     """A rater that never says the same twice, and notes on which rank it was asked."""
-    run.objective.asked = run.state.iteration
     with open(Path(run.cfg.out_dir) / "asked", "a") as f:
         f.write(f"{run.fabric.global_rank} {run.state.iteration}\n")
     answered = evaluation.with_answers(asked, ids)
@@ -141,13 +131,12 @@ def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
     def fit(trainer, examples, plan):
         rank, step = trainer.run.fabric.global_rank, trainer.run.state.step
         rows = [[e.label, e.weight, e.rewards[0], e.extra["verdict"]] for e in examples]
-        rows.append(trainer.run.objective.asked)
         (tmp_path / f"fit-{plan.begin}-{step}-{rank}").write_text(json.dumps(rows))
         return real(trainer, examples, plan)
 
     monkeypatch.setattr(online.Trainer, "fit", fit)
     argv = ("--online.max_iterations=2", "--batch_size=3", f"--strategy={strategy}")
-    out, handed = tmp_path / "run", dict(rate=by_chance, objective=Asked)
+    out, handed = tmp_path / "run", dict(rate=by_chance)
     for more in ("--stop_at=4", "--resume=auto"):
         ranks(n, lambda rank: go(tiny, prompts, out, *argv, more, **handed))  # noqa: B023
     assert (out / "asked").read_text() == "0 1\n0 2\n", "once an iteration, on rank 0"
@@ -157,7 +146,7 @@ def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
             [x["label"], x["weight"], x["rewards"][0], x["extra"]["verdict"]]
             for x in learned(out, i)
         ]
-        assert len(rated) == 10 and {json.dumps([*rated, i])} == set(seen)
+        assert len(rated) == 10 and {json.dumps(rated)} == set(seen)
 
 
 # ---- checkers and raters -------------------------------------------------------------------------
@@ -345,25 +334,23 @@ def test_balanced_the_two_kinds_of_an_iteration_count_equally_and_one_kind_alone
     assert {e.weight for e in second} == {1.0}
 
 
-def test_an_engines_answers_are_checked_before_they_are_written(tiny, prompts, tmp_path):
-    wrong, calls = [[[5]] * 3, [[5], [5], [], [5]], [["seven"]] * 4, [None] * 4, "text"], []
+def test_a_mended_engine_is_asked_for_the_rest_and_answers_by_other_settings_are_not_taken(
+    tiny, prompts, tmp_path
+):
+    calls = []
 
     def engine(folder, asked, *_):
         calls.append(len(asked))
-        return wrong[0] if len(calls) > 1 and wrong else np.full((len(asked), 2), 7)
+        return [[5]] * 3 if len(calls) == 2 else np.full((len(asked), 2), 7)
 
     out = tmp_path / "a"
-    expected = "^rollout: expected 4 answers, each of one token id or more"
-    while wrong:
-        with pytest.raises(BadInput, match=expected):
-            go(tiny, prompts, out, "--resume=auto", ONE, rollout=engine)
-        assert len(answers(out, 1)) == 4, "the first batch stays"
-        wrong.pop(0)
+    with pytest.raises(BadInput, match="^rollout: expected 4 answers, each of one token id or"):
+        go(tiny, prompts, out, ONE, rollout=engine)
+    assert len(answers(out, 1)) == 4, "the first batch stays"
     shutil.copytree(out, tmp_path / "b")
     go(tiny, prompts, out, "--resume=auto", ONE, rollout=engine)
-    assert calls == [*[4] * 7, 2], "a mended engine is asked for the rest"
     go(tiny, prompts, tmp_path / "b", ONE, "--online.temperature=0.5", rollout=engine)
-    assert calls[8:] == [4, 4, 2], "answers by other settings are not taken"
+    assert calls == [4, 4, 4, 2, 4, 4, 2]
 
 
 # ---- lengths -------------------------------------------------------------------------------------
@@ -384,21 +371,15 @@ def test_limits_that_would_only_meet_later_are_refused_together_before_the_first
     assert not list(tmp_path.iterdir()), "nothing was sampled, and there is no folder"
 
 
-def test_where_no_pair_is_mismatched_long_answers_end_at_the_context(tiny, prompts, tmp_path):
-    argv = (ONE, LONG, "--kto.loss=apo_zero_unpaired", f"--data.val={prompts}", "--eval.prompts=2",
-            "--eval.max_new_tokens=127")  # fmt: skip
-    go(tiny, prompts, tmp_path, *argv)
-    asked = [x["prompt"] for x in learned(tmp_path, 1)]
-    assert all(len(p) + len(a["ids"]) <= 128 for p, a in zip(asked, answers(tmp_path, 1)))
-
-
-IDS = "completions"
 LABEL = "label: expected True or False; a graded rating belongs into rewards, got"
 FINITE = "weight and rewards: expected finite numbers, got"
-WRONG = {  # what is said -> a field of an example; an engine may give wrong ids, too
-    r"token ids \[512\], but the model has 0 to 511": {IDS: [512]},
-    r"token ids \[-1\], but the model has 0 to 511": {IDS: [7, -1]},
-    r"120 tokens, after a prompt of \d\d, exceed the context of 128": {IDS: [7] * 120},
+WRONG_IDS = {  # what is said -> the ids of an answer
+    r"token ids \[512\], but the model has 0 to 511": [512],
+    r"token ids \[-1\], but the model has 0 to 511": [7, -1],
+    r"120 tokens, after a prompt of \d\d, exceed the context of 128": [7] * 120,
+}
+WRONG = {  # what is said -> fields of an example
+    **{said: {"completions": (np.array(ids),)} for said, ids in WRONG_IDS.items()},
     f"{LABEL} -1": {"label": -1},
     f"{LABEL} None": {"label": None},
     rf"{FINITE} \[nan\]": {"weight": float("nan")},
@@ -406,23 +387,21 @@ WRONG = {  # what is said -> a field of an example; an engine may give wrong ids
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_what_an_engine_or_a_rater_gives_is_checked_when_it_returns(said, tiny, prompts, tmp_path):
-    wrong = dict(WRONG[said])
-    ids = wrong.get(IDS)
-
+@pytest.mark.parametrize("said", WRONG_IDS)
+def test_what_an_engine_gives_is_checked_when_it_returns(said, tiny, prompts, tmp_path):
     def engine(folder, asked, *_):
-        return [[7]] * (len(asked) - 1) + [ids]
+        return [[7]] * (len(asked) - 1) + [WRONG_IDS[said]]
 
-    def rate(run, asked, own):
-        run.evaluator.judge = lambda answered: [True] * len(answered)
-        *others, last = online.rate_answers(run, asked, own)
-        return [*others, last._replace(**wrong)]
+    with pytest.raises(BadInput, match=f"^rollout: answer 3: {said}$"):
+        go(tiny, prompts, tmp_path, ONE, rollout=engine)
+    assert not (tmp_path / "iterations" / "answers-1.jsonl").exists()
 
-    if ids:
-        with pytest.raises(BadInput, match=f"^rollout: answer 3: {said}$"):
-            go(tiny, prompts, tmp_path / "a", ONE, rollout=engine)
-        assert not (tmp_path / "a" / "iterations" / "answers-1.jsonl").exists()
-        wrong[IDS] = (np.array(ids),)
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_a_rater_gives_is_checked_when_it_returns(said, tiny, prompts, tmp_path):
+    def rate(run, asked, ids):
+        *others, last = evaluation.with_answers(asked, ids)
+        return [*(e._replace(label=True) for e in others), last._replace(**WRONG[said])]
+
     with pytest.raises(BadInput, match=f"^rate: example 9: {said}$"):
-        go(tiny, prompts, tmp_path / "b", ONE, rate=rate)
+        go(tiny, prompts, tmp_path, ONE, checker=None, rate=rate)

@@ -9,7 +9,7 @@ import sentencepiece
 import tokenizers
 import tokens
 from tokenizers.processors import TemplateProcessing
-from tokens import CHATML, EOS, bot, folder, ids_of, rated, user, write
+from tokens import EOS, bot, folder, ids_of, rated, user, write
 from transformers import AutoTokenizer
 
 from infra.console import BadInput
@@ -199,17 +199,6 @@ def test_tokens_that_the_config_leaves_to_the_class_are_known(tmp_path):
     assert Tokenizer(Source(path)).bos is None, "its class names tokens that are not in the file"
 
 
-def test_what_a_tokenizer_does_not_know_is_no_end_of_an_answer(tmp_path, capsys):
-    """A template ends an answer in a line break, for which this tokenizer has <unk> alone."""
-    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = bpe(tmp_path, "ab?", "<unk>")
-    assert tokenizer.encode(["\n"]) == [[2]]
-    tokenizer.end_as_the_template_does()
-    assert tokenizer.stops == (tokenizer.eos,)
-    assert "which is no token at which sampling ends" in capsys.readouterr().out
-
-
 def test_tokenizer_model_alone_is_read(tmp_path):
     """A folder of Llama's kind, whose special tokens the text of a template may hold."""
     prefix = str(tmp_path / "tokenizer")
@@ -272,16 +261,7 @@ def test_a_template_that_asks_for_the_day_gets_the_one_that_was_given(tmp_path):
     asks = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     path = folder(tmp_path / "t", chat_template=asks)
     assert Tokenizer(Source(path), date="2024-07-26").render(DIALOGUE)[0] == "26 Jul 2024p"
-    form = "%-d %-m %d %m %b %B %a %A %y %Y %j %H:%M:%S"
-    every = folder(tmp_path / "every", chat_template=asks.replace("%d %b %Y", form))
-    day = "6 7 06 07 Jul July Sat Saturday 24 2024 188 00:00:00"
-    assert Tokenizer(Source(every), date="2024-07-06").render(DIALOGUE)[0] == f"{day}p"
     with pytest.raises(BadInput, match="^chat template: .*without_data_date"):
         Tokenizer(Source(path)).render(DIALOGUE)
     with pytest.raises(BadInput, match="^data.date: today: Invalid isoformat"):
         Tokenizer(Source(path), date="today")
-    own_day = "{% if strftime_now is defined %}" + asks + "{% else %}none{% endif %}"
-    path = folder(tmp_path / "own", chat_template=own_day + CHATML)
-    assert Tokenizer(Source(path)).render(DIALOGUE)[0].startswith("none"), (
-        "as Llama 3.2's, which has one"
-    )
