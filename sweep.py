@@ -21,7 +21,7 @@ import report
 from infra.console import BadInput, Failed, run_cli
 from infra.parse import split_options
 from infra.program import program_hash
-from infra.settings import LocalPath
+from infra.settings import LocalPath, refuse_unless
 
 STOPS = SIGINT, SIGTERM, SIGUSR1, SIGHUP  # after which a run has saved (devices.Stop)
 
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         "--out_dir", type=LocalPath, help="the folder of all runs and of the report"
     )
     args, words = parser.parse_known_args(argv)
+    refuse_unless(args.program.is_file(), f"program: {args.program}: no such file")
     out = Path(args.out_dir) if args.out_dir else Path("out", f"sweep-{args.program.stem}")
     grid = []
     for option in filter(None, split_options(words)):

@@ -294,6 +294,11 @@ class RunSettings:
                 self.strategy != "fsdp" or value not in ("nf4", "64-true"),
                 f"{name}: {value} does not work with strategy fsdp; use ddp",
             )
+            # an empty text comes from a variable of the shell that is not set
+            refuse_unless(
+                value not in ("", math.inf),
+                f"{name}: expected a finite number or a text that is not empty, got {value!r}",
+            )
         refuse_unless(
             self.lora.rank or not self.lora.quantize,
             "lora.quantize: a quantised model cannot be trained itself; set lora.rank",

@@ -104,9 +104,9 @@ BUDGETS = {
     "run.py": 1_940,  # the context of a run, which was in checks.py
     "sampler.py": 2_420,  # rows of the cache move into gaps, which costs no copy of all rows
     "spin.py": 1_120,
-    "sweep.py": 630,
+    "sweep.py": 640,  # a program that does not exist is one line
     "trainer.py": 2_970,  # the reference names the tokens of Objective.top_k
-    "infra/": 13_280,  # the signs of a sick run (health.py)
+    "infra/": 13_300,  # the signs of a sick run (health.py); empty texts as values
     "models/": 10_710,
     "records/": 11_620,  # JSON that is nested too deeply is one line
     "convert/": 10_200,  # withdrawn ratings in conversations; values of two meanings; ratings without an answer

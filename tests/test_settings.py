@@ -131,6 +131,8 @@ WRONG = {  # option -> what is said
     "--optim.lr 1 2": "optim.lr: expected one value, got 1 2",
     "mine.jsonl": "mine.jsonl: no such setting",
     "--seed=20261125082155": "seed: expected less than 2^32, got 20261125082155",
+    "--data.train=": "data.train: expected a finite number or a text that is not empty, got ''",
+    "--optim.lr=inf": "optim.lr: expected a finite number or a text that is not empty, got inf",
     "--resume=auto": "resume: auto needs --out_dir, the run's own",
     "--micro_batch_size=4 --micro_batch_tokens=4": "micro_batch_size and micro_batch_tokens: give one, not both",
 }  # fmt: skip

@@ -79,10 +79,20 @@ def test_every_combination_runs_and_a_failed_one_goes_on_with_the_same_command(c
     assert capsys.readouterr().out.splitlines()[:4] == [f"{run}  {end}" for run in runs]
 
 
-@pytest.mark.parametrize("words", [["--seed", "1,", "2"], ["--seed=1", "2"]])
-def test_values_that_blanks_part_are_refused_before_the_first_run(words):
-    with pytest.raises(BadInput, match="^--seed.*: expected one value, or several by commas"):
-        sweep.main([*GRID, *words])
+BLANKS = "--seed.*: expected one value, or several by commas"
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ([*GRID, "--seed", "1,", "2"], BLANKS),
+        ([*GRID, "--seed=1", "2"], BLANKS),
+        (["gone.py", "--seed=1,2"], "program: gone.py: no such file$"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_the_first_run(argv, said):
+    with pytest.raises(BadInput, match=f"^{said}"):
+        sweep.main(argv)
     assert not Path("out").exists()
 
 
