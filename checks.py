@@ -373,7 +373,7 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     micro = step.micro_batch(few).to(run.fabric.device)
     packed = micro.packed
     if run.objective.top_k:
-        packed = packed.with_targets(loop.reference_forward(packed).targets)
+        packed = packed._replace(target_T=loop.reference_forward(packed).targets)
     scores = loop.forward(packed)
     agree = ""
     if run.objective.needs_reference and not run.cfg.reference:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from attention import Layer, PackedAttention, PromptCache
-from head import Chunks, Head, autocast, entropy_of, logp_of
+from head import Chunks, Head, autocast, logp_of
 from infra.console import BadInput, Failed
 from infra.kernels import RMSNorm, Rotation, SwiGLU
 from models.hub import Rows
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
     prompts: PromptCache | None = None
     """Keys, values and hidden states of the prompts, if the caller asked for them."""
     targets: torch.Tensor | None = None
-    """(T, 1 + k) ids of the target and of the k most probable tokens at each place, if PackedBatch.top_k asks."""
+    """The ids of the scored tokens: (T,), or (T, 1 + k) with the k most probable tokens at each place."""
 
 
 class Packed(nn.Module):
@@ -68,10 +68,12 @@ class Packed(nn.Module):
         keeps_prompts: bool = False,
         by_token: bool = False,
         entropy: bool = False,
+        top_k: int = 0,
     ) -> Scores | torch.Tensor:
         """PackedBatch -> Scores. prompts: of an earlier forward; then completions alone are computed.
         keeps_prompts: return this forward's prompts in the scores. by_token: log-probs of each token
-        (B, K, L), not of completions (B, K). entropy: return the distributions' entropy, too.
+        (B, K, L), not of completions (B, K). entropy: return the distributions' entropy, too. top_k: score the k most
+        probable tokens at each place, too.
 
         KVCache -> (B, V) logits of the next tokens, in float32."""
         if not isinstance(x, PackedBatch):
@@ -89,17 +91,16 @@ class Packed(nn.Module):
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
         # the head runs only on hidden states that predict a target
         h_TC = attention.last_hidden(h_QC)[x.source_T]
-        targets = None
-        if x.top_k:
-            targets = torch.cat([x.target_T[:, None], self.most_probable(h_TC, x.top_k)], dim=1)
-            x = x.with_targets(targets)
+        if top_k:
+            targets = torch.cat([x.target_T[:, None], self.most_probable(h_TC, top_k)], dim=1)
+            x = x._replace(target_T=targets)
         logp_T, entropy_T = self.logp(h_TC, x.target_T, entropy)
         logps = x.tokens_of_completions(logp_T) if by_token else x.sums(logp_T)
         outputs = None
         if self.objective_module is not None:
             outputs = x.tokens_of_completions(self._module_outputs(h_TC))
         entropy_BK = x.sums(entropy_T) if entropy else None
-        return Scores(logps, outputs, entropy_BK, attention.kept, targets)
+        return Scores(logps, outputs, entropy_BK, attention.kept, x.target_T)
 
     @torch.no_grad()
     def most_probable(self, h_TC: torch.Tensor, k: int) -> torch.Tensor:
@@ -136,13 +137,11 @@ class Packed(nn.Module):
         def chunk_logp(
             h_TC: torch.Tensor, target_T: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            logits_TV = self.head(h_TC)
-            logp_T, logp_TV = logp_of(logits_TV, target_T)
+            logp_T, logp_TV = logp_of(self.head(h_TC), target_T)
             if not entropy:
                 return logp_T, None
-            with torch.no_grad():
-                first_T, first_logp_T = (x.view(len(x), -1)[:, 0] for x in (target_T, logp_T))
-                return logp_T, entropy_of(logits_TV, logp_TV.exp(), first_T, first_logp_T)
+            with torch.no_grad():  # a token of probability 0 is 0 times infinity, and adds nothing
+                return logp_T, -(logp_TV.exp() * logp_TV).nansum(1)
 
         # A head with a bias or adapters, and several targets at a place, go through autograd. The backward computes
         # the logits of each chunk again.

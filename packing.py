@@ -95,8 +95,6 @@ class PackedBatch(NamedTuple):
     max_keys: int
     # L: the number of tokens of the step's longest completion
     longest: int
-    # If k > 0, the model also returns the log-probs of its k most probable tokens at each target.
-    top_k: int = 0
 
     @property
     def shares_prompts(self) -> bool:
@@ -116,10 +114,6 @@ class PackedBatch(NamedTuple):
             if isinstance(x, torch.Tensor)
         }
         return self._replace(**tensors)
-
-    def with_targets(self, target: torch.Tensor | None) -> "PackedBatch":
-        """This batch with other targets: (T,), or (T, n) to score n tokens at each position. None keeps its own."""
-        return self if target is None else self._replace(target_T=target)
 
     def sums(self, x_T: torch.Tensor) -> torch.Tensor:
         """(B, K) sums over the tokens of each completion. x_T: a number for each target."""

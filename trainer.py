@@ -171,8 +171,9 @@ class Trainer:
         columns_G: Columns = {}
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.gradient_sync(is_last=i == len(step.parts) - 1):
-                # with top_k the policy also scores the reference's most probable tokens
-                packed = micro.packed.with_targets(all_ref_scores[i].targets)
+                packed = micro.packed
+                if self.run.objective.top_k:  # score the reference's most probable tokens, too
+                    packed = packed._replace(target_T=all_ref_scores[i].targets)
                 scores = self.forward(packed, entropy=entropy)
                 self.loss_and_backward(micro, scores, all_ref_scores[i].logps, z, columns_G)
         return self.columns_of_all_ranks(columns_G), z
@@ -273,9 +274,13 @@ class Trainer:
         objective = self.run.objective
         if not objective.needs_reference:
             return Scores(logps=None)
-        packed = packed._replace(top_k=objective.top_k)
-        options = dict(keeps_prompts=keeps_prompts, by_token=objective.by_token)
-        return self.run.reference(packed, prompts=prompts, **options)
+        return self.run.reference(
+            packed,
+            prompts=prompts,
+            keeps_prompts=keeps_prompts,
+            by_token=objective.by_token,
+            top_k=objective.top_k,
+        )
 
     @torch.no_grad()
     def score_under(self, micro: MicroBatch, prompts: list[np.ndarray]) -> torch.Tensor:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from os.path import commonprefix
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 
 from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
 from infra.settings import Data, refuse, refuse_unless, split_commas
@@ -139,8 +139,8 @@ def load_file(
             counts["with letters that the tokenizer does not know"] += 1
         n_first = tokenizer.first_tokens(prompt)
         example = example_of(record, where, prompt, completions, n_first, data, counts)
-        if record.spans:
-            marked = token_label(where, record, completions[0], tokenizer)
+        if record.character_label:
+            marked = token_label(where, record, prompt, completions[0], tokenizer)
             example = example._replace(token_label=marked[: data.max_completion])
         fields = {}
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
@@ -257,26 +257,23 @@ def example_of(
 
 
 def token_label(
-    where: str, record: Record, completion: list[int], tokenizer: Tokenizer
+    where: str, record: Record, prompt: list[int], completion: list[int], tokenizer: Tokenizer
 ) -> list[int]:
     """(L,) 1 or -1 for each token that a marked part of the record's completion touches, otherwise 0. Raises
     BadInput."""
-    n = len(completion)
-    texts = [
-        tokenizer.decode(completion[: i + 1], special_tokens=True, is_answer=True) for i in range(n)
-    ]
-    begin = texts[-1].find(content_of(record.completions[0]))
-    if begin < 0:
-        raise BadInput(f"{where}: spans: the text of the completion is not the text of its tokens")
-    labels = [0] * n
-    end = -begin  # of the characters whose tokens were all seen
-    for i, text in enumerate(texts):
+    with user_error(f"{where}: spans", "the tokens of the completion do not spell its text"):
+        stream = DecodeStream(prompt, skip_special_tokens=False)
+        pieces = [stream.step(tokenizer.hf.backend_tokenizer, i) or "" for i in completion]
+        begin = "".join(pieces).index(content_of(record.completions[0]))
+    character_label = [0] * begin + record.character_label
+    labels = []
+    end = 0
+    for piece in pieces:
         first = end
-        # a token may be only a part of a character, which is decoded as another character
-        end = max(first, len(commonprefix([text, texts[-1]])) - begin)
-        for start, stop, is_desirable in record.spans:
-            if first < stop and start < max(end, first + 1):
-                labels[i] = 1 if is_desirable else -1
+        end += len(piece)
+        # a token without a piece is a part of the next character
+        touched = character_label[first : max(end, first + 1)]
+        labels.append(next(filter(None, touched), 0))
     return labels
 
 
@@ -333,7 +330,7 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     for name in record.beside:
         if name != "date":  # a chat template may print it
             yield f"with {name}, which nothing reads"
-    if record.spans:
+    if record.character_label:
         yield "with marked parts, which batch.token_label tells a loss"
     if record.cut:
         yield "with a cut answer, which gets no end"

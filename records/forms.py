@@ -7,7 +7,7 @@ form is refused with `field: reason` (the caller adds the file and the line); a 
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
@@ -40,7 +40,7 @@ PROMPTS = ("prompt", "instruction", "input")
 LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
 # Fields of an answer. A record that is read only for its prompt loses them.
-OF_ANSWERS = "messages completion chosen rejected label chosen_reward rejected_reward".split()
+OF_ANSWERS = "messages completion chosen rejected label chosen_reward rejected_reward spans".split()
 # The model, its settings and the user's next message. generate.py and `python -m convert` write these fields, and they
 # are no part of an example. The source is also no part, if it is a place in a file.
 ORIGIN = ("generator", "settings", "next")
@@ -73,8 +73,8 @@ class Record(NamedTuple):
     date: str | None = None  # the day that the chat template prints, instead of data.date
     # Whether the completion, which was sampled, ended at the length limit. None: the record does not say.
     cut: bool | None = None
-    # marked parts of the completion: first character, end, desirable?
-    spans: Sequence[tuple[int, int, bool]] = ()
+    # 1 or -1 at the characters of a marked part of the completion, else 0; empty if no part is marked
+    character_label: list[int] = []
     extra: dict = {}  # the fields that data.extra names
     beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
@@ -135,7 +135,6 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     origin = {"source", *ORIGIN} if is_place(fields.get("source")) else ORIGIN
     for name in origin:
         fields.pop(name, None)
-    marks = _parsed(fields, "spans")
     prompt, completions, label, rewards = _understand_form(fields, kind)
     if cut == "true" and len(completions) == 2:
         raise BadInput("cut: this is a pair, and cut does not say which answer was cut")
@@ -149,7 +148,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         template_kwargs=template_kwargs,
         date=str(fields["date"]) if fields.get("date") else None,
         cut={"true": True, "false": False}.get(cut),
-        spans=_spans(marks, completions) if marks else (),
+        character_label=_character_label(fields, completions),
         extra=extras,
         # by the record's own names
         beside={
@@ -161,20 +160,23 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     )
 
 
-def _spans(marks: list[dict], completions: list[str | dict]) -> list[tuple[int, int, bool]]:
-    """The marked parts of a completion. Raises BadInput."""
-    spans = []
+def _character_label(fields: dict, completions: list[str | dict]) -> list[int]:
+    """Record.character_label. Raises BadInput."""
+    spans = _parsed(fields, "spans")
+    if not spans:
+        return []
     with user_error("spans", "expected a list of {start, end, label} of one text"):
         (text,) = map(content_of, completions)
-        for mark in marks:
-            start = mark["start"]
-            end = mark["end"]
+        labels = [0] * len(text)
+        for span in spans:
+            start = span["start"]
+            end = span["end"]
             if not 0 <= start < end <= len(text):
                 raise BadInput(
                     f"spans: from {start} to {end}, but the completion has {len(text)} characters"
                 )
-            spans.append((start, end, _label(dict(mark))))
-    return spans
+            labels[start:end] = [1 if _label(dict(span)) else -1] * (end - start)
+    return labels
 
 
 def _extra_field(fields: dict, name: str) -> object:

@@ -494,7 +494,6 @@ def test_data_split_keeps_a_conversation_together(prompts, tmp_path):
     parts, table = parts_of(Data(source, split="50,50"), tokenizer=tokenizer)
     answers = [{e.completions[0].tobytes() for e in parts[name]} for name in ("train", "val")]
     assert len(answers[0]) + len(answers[1]) == 61 and min(map(len, answers)) > 18
-    assert sum(map(len, parts.values())) == len(records) + 1
     assert "1 with conversation_id, which nothing reads" in " ".join(table)
 
 

@@ -62,8 +62,8 @@ def test_log_probs_of_the_references_likeliest_tokens_and_gradients_are_those_of
         calls = chunked(monkeypatch, V, size)
         batch = pack(prompts, completions)
         with torch.no_grad():
-            of_reference = reference(batch._replace(top_k=k), by_token=True)
-        ours = gpt(batch.with_targets(of_reference.targets), by_token=True, entropy=True)
+            of_reference = reference(batch, by_token=True, top_k=k)
+        ours = gpt(batch._replace(target_T=of_reference.targets), by_token=True, entropy=True)
         args = (prompts, completions, batch.longest)
         theirs = by_hand(other, *args)
         assert max(calls) <= size, "no (N, V) logits"
@@ -108,7 +108,10 @@ def test_a_marked_part_is_the_tokens_that_it_touches_also_through_a_chat_templat
     for start, end, label in [(0, 1, True), (4, 8, False), (n - 1, n, True), (0, n, False)]:
         marks = [{"start": start, "end": end, "label": label}]
         file = tokens.write(tmp_path / "marked.jsonl", tokens.rated(*turns, spans=marks))
-        (example,), _ = load_examples(file, tokenizer, "rated", with_limits(Data(file), 128))
+        data = with_limits(Data(file), 128)
+        (asked,), _ = load_examples(file, tokenizer, "prompts", data)
+        assert not asked.completions
+        (example,), _ = load_examples(file, tokenizer, "rated", data)
         marked = np.flatnonzero(example.token_label)
         first, last = marked[0], marked[-1]
         assert {*example.token_label[first : last + 1]} == {1 if label else -1}, "without a gap"
