@@ -245,25 +245,19 @@ def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypa
         assert found == right, name
 
 
-def parts(turns: list, kind: str = "text") -> list:
-    """The same messages with a list of parts as content."""
-    return [turn | {"content": [{"type": kind, "text": turn["content"]}]} for turn in turns]
-
-
 def test_messages_are_the_same_ids_however_a_file_holds_them(tmp_path):
+    def parts(turns: list, kind: str = "text") -> list:
+        return [turn | {"content": [{"type": kind, "text": turn["content"]}]} for turn in turns]
+
     def read_as(form) -> list:
         record = rated(form([user("p")]), form([bot("c")]))
         return list(map(ids, read(write(tmp_path / "d.jsonl", record), chat())))
 
     assert read_as(parts) == read_as(json.dumps) == read_as(list)
-    for wrong, reason in (
-        (lambda turns: parts(turns, "image"), "expected a string, or messages with a known role"),
-        (str, "messages as a text of JSON: Expecting"),
-    ):
-        with pytest.raises(BadInput, match=f":1: completion: {reason}"):
-            read_as(wrong)
-    (e,) = read(write(tmp_path / "d.jsonl", rated([user("p")], '[{"role": "cook"}]')), chat())
-    assert '[{"role": "cook"}]' in chat().decode(e.completions[0]), "another JSON is a text"
+    with pytest.raises(BadInput, match=":1: completion: expected a string, or messages with a"):
+        read_as(lambda turns: parts(turns, "image"))
+    with pytest.raises(BadInput, match=":1: completion: messages as a text of JSON: Expecting"):
+        read_as(str)
 
 
 def test_held_out_ratings_that_are_trained_on_are_counted(tmp_path, capsys):
@@ -368,8 +362,6 @@ def test_several_sources_are_given_by_commas_and_patterns(tmp_path):
     prompts = [e.where.removeprefix(f"{tmp_path}/") for e in read(sources, plain(), "prompts")]
     first = ["c.jsonl:1", "c.jsonl:2", "a.jsonl:1", "b.jsonl:1"]
     assert prompts == first, "online.py asks a prompt once"
-    bad = write(tmp_path / "bad.jsonl", rated(), rated(label="?"))
-    assert refusal(f"{tmp_path}/a.jsonl,{bad}", plain())[0].startswith(f"{bad}:2: label: ")
 
 
 @pytest.mark.parametrize("name", ["a,b.jsonl", "r[1].jsonl", "t:1.jsonl", "D.JSONL", "l.json"])
