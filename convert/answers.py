@@ -31,6 +31,8 @@ class Judged(NamedTuple):
     """A rating that is a number: the best and the worst of a list."""
     reason: str = ""
     """Why nothing can be learned from it; empty if it can."""
+    fault: str = ""
+    """What is wrong with the record; empty if nothing is."""
     next: str | None = None
     """The user's next message, if it is known."""
 

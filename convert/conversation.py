@@ -50,7 +50,7 @@ def rated_nodes(
     layout: Layout, nodes: list[Node], fields: dict, raw: dict | None
 ) -> Iterator[Judged]:
     """The answers of the assistant among these messages. fields: the other fields of the record. raw: the record with
-    the messages; None if each message is a record. Raises Skipped, BadInput."""
+    the messages; None if each message is a record. Raises Skipped, and BadInput for a fault of no single answer."""
     columns = layout.columns
     by_id = {node.id: node for node in nodes}
     if len(by_id) < len(nodes):
@@ -85,10 +85,12 @@ def rated_nodes(
             if node.id in replies:
                 with suppress(Skipped):  # no text
                     judged = judged._replace(next=message(layout, replies[node.id])["content"])
+            judged = judge(layout, judged, ratings)
         except Skipped as e:
-            yield judged._replace(reason=str(e))
-        else:
-            yield judge(layout, judged, ratings)
+            judged = judged._replace(reason=str(e))
+        except BadInput as e:
+            judged = judged._replace(fault=str(e))
+        yield judged
 
 
 def with_turns(layout: Layout, judged: Judged, node: Node, turns: list[dict]) -> Judged:

@@ -86,6 +86,8 @@ class Reader:
             if self.inner_records:
                 records = elements(self.inner_records.one(raw))
                 inner = [(f"{where}:{i}", record) for i, record in enumerate(records, 1)]
+                if not inner:
+                    self._drop(f"without {self.inner_records.text}")
             if len(self.samples) < 20:
                 self.samples += [record for _, record in inner] or [raw]
             self.counts["read"] += len(inner)
@@ -117,7 +119,9 @@ class Reader:
         makes_pairs = layout.kind == "paired" or layout.has_pairs
         groups: dict[str, list[Judged]] = {}  # by their prompts
         for judged in answers:
-            if judged.reason:
+            if judged.fault:
+                self.faults.append(f"{judged.where}: {judged.fault}")
+            elif judged.reason:
                 self._drop(judged.reason)
             elif makes_pairs and judged.answer is not None:
                 groups.setdefault(key_of(judged.fields), []).append(judged)
