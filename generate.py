@@ -10,7 +10,7 @@ How answers are sampled: sampler.py.
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
 from checks import sampling_faults
-from infra.console import BadInput, progress, run_cli, say
+from infra.console import progress, run_cli, say
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
 from infra.parse import parse_command
@@ -35,7 +35,7 @@ from infra.settings import (
     refuse_unless,
     split_commas,
 )
-from models.hub import find_model, weights_hash
+from models.hub import find_model
 from models.load import load_model
 from records.answer import answer_fields, asked_record, fields_of_prompt, prompt_key
 from records.forms import Record, understand_record
@@ -149,7 +149,7 @@ class Ask(Sampling):
     out: LocalPath = "answers.jsonl"
     """The file of the answers to --prompts. Each record has everything that the model was asked, the other fields, the
     "completion", and whether the answer was "cut" at max_new_tokens. Add a "label" to each record, and kto.py learns
-    from it. The file is written after each batch. The same command continues after the answers in the file."""
+    from it. The file is written after each batch. It must not exist before."""
     extra: str | None = None
     """Fields that each record of --prompts must have, such as source,solution. Only these are copied to the answers,
     and prompts that differ only in other fields are one prompt. Default: all fields besides the prompt."""
@@ -179,70 +179,28 @@ def talk(model: AskedModel, args: Ask) -> None:
             print(text)
 
 
-def answer_settings(model: AskedModel, args: Ask) -> dict:
-    """The inputs of the answers to a file of prompts: a hash of the model's weights, and settings. The batch size is no
-    such input, so it can be reduced after an out-of-memory error."""
-    names = [field.name for field in fields(Sampling) if field.name != "batch_size"]
-    names += ["plain", "chat_template_kwargs", "seed"]
-    weights = weights_hash(model.policy.unique_parameters())[:12]
-    return {"weights": weights} | {name: getattr(args, name) for name in names}
-
-
-def read_done(out: Path) -> list[dict]:
-    """The lines that a file of answers has already. Raises BadInput."""
-    faults: list[str] = []
-    rows = []
-    for where, row in decoded_records(str(out), faults) if out.exists() else []:
-        with collect(faults, where):
-            refuse_unless(isinstance(row, dict), "expected an object")
-            rows.append(row)
-    refuse(faults)
-    return rows
-
-
-def check_done(out: Path, done: list[dict], lines: list[dict]) -> None:
-    """Refuse to continue a file whose answers are not those that this command gives. Raises BadInput."""
-    for i, row in enumerate(done):
-        where = f"out: {out}:{i + 1}"
-        refuse_unless(i < len(lines), f"{where}: more answers than this command gives")
-        # the name of the model may be another path of the same weights
-        names = lines[i].keys() - {"generator"}
-        differ = sorted(name for name in names if row.get(name) != lines[i][name])
-        if differ:
-            raise BadInput(
-                f"{where}: not an answer of this command, by its {', '.join(differ)}: give another --out"
-            )
-
-
-def answer_file(model: AskedModel, args: Ask) -> None:
-    """Answer the prompts of args.prompts into args.out. Raises BadInput."""
-    out = Path(args.out).expanduser()
-    done = read_done(out)
+def answer_file(model: AskedModel, args: Ask, out: Path) -> None:
+    """Answer the prompts of args.prompts into a file. Raises BadInput."""
     prompts: list[np.ndarray] = []  # of each answer
     lines: list[dict] = []  # the other fields of its record
     faults: list[str] = []
-    origin = {"generator": args.model, "settings": answer_settings(model, args)}
     records = read_prompts(args.prompts, model.asked, split_commas(args.extra))
     for where, record in records.items():
-        if len(lines) < len(done) and record.date == model.today:
-            # an answer of yesterday was to a prompt of yesterday
-            record = record._replace(date=done[len(lines)].get("date"))
         with collect(faults, where):
             prompts += [model.encode(record)] * args.num_generations
-            lines += [fields_of_prompt(record) | origin] * args.num_generations
+            fields = fields_of_prompt(record) | {"generator": args.model}
+            lines += [fields] * args.num_generations
     refuse(faults)
-    check_done(out, done, lines)
-    if done:
-        say(f"{len(done):,} of {len(lines):,} answers are in {out} already")
-    with progress("answers", len(lines) - len(done)):
-        for start in range(len(done), len(lines), args.batch_size):
+    answered: list[dict] = []
+    with progress("answers", len(lines)):
+        for start in range(0, len(lines), args.batch_size):
             batch = slice(start, start + args.batch_size)
             answers = model.answers(prompts[batch], args, mixed(args.seed, start))
             for line, (text, cut) in zip(lines[batch], answers):
-                done.append(line | answer_fields(text, cut))
-            write_whole(out, as_lines(done))
-    n_cut = sum(row["cut"] for row in done)
-    say(f"{len(done):,} answers to {len(records):,} prompts in {out}, {n_cut:,} of them cut")
+                answered.append(line | answer_fields(text, cut))
+            write_whole(out, as_lines(answered))
+    n_cut = sum(row["cut"] for row in answered)
+    say(f"{len(answered):,} answers to {len(records):,} prompts in {out}, {n_cut:,} of them cut")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -261,10 +219,12 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out).expanduser()
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
+    if args.prompts and out.exists():
+        faults.append(f"out: {out}: the file is there already: delete it, or give another --out")
     refuse(faults)
     model = AskedModel(args)
     if args.prompts:
-        answer_file(model, args)
+        answer_file(model, args, out)
     else:
         talk(model, args)
 

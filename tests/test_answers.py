@@ -10,7 +10,6 @@ from conftest import train
 
 import generate
 import rollout
-from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
 from rate.__main__ import RateSettings
@@ -149,22 +148,3 @@ def test_online_iterations_write_records_that_kto_learns_from(model, sampled, tm
         examples, _ = trained(model, write(tmp_path / f"{name}.jsonl", *rows), **OTHERWISE)
         assert [list(e.prompt) for e in examples] == sampled
     assert [e.label for e in examples] == [i % 2 == 0 for i, _ in enumerate(examples)]
-
-
-def test_a_file_of_answers_goes_on_the_next_day_and_each_answer_keeps_its_day(model, tmp_path):
-    prompts, out = (
-        write(tmp_path / "p.jsonl", {"prompt": "one"}, {"prompt": "two"}),
-        tmp_path / "a.jsonl",
-    )
-    argv = [f"--model={model}", f"--prompts={prompts}", f"--out={out}", "--max_new_tokens=3"]
-    generate.main(argv)
-    first, second = lines_of(out)
-    yesterday = first | {"date": "2024-02-29"}
-    write(out, yesterday)
-    generate.main(argv)
-    assert lines_of(out)[0] == yesterday and lines_of(out)[1]["date"] == second["date"]
-    examples, _ = trained(model, write(tmp_path / "l.jsonl", yesterday | {"label": True}))
-    assert Tokenizer(Source(model)).decode(examples[0].prompt).startswith("day 29 Feb 2024 ")
-    write(prompts, {"prompt": "one", "tools": [TOOL]}, {"prompt": "two"})
-    with pytest.raises(BadInput, match="a.jsonl:1: not an answer of this command"):
-        generate.main(argv)
