@@ -37,7 +37,7 @@ from data import MicroBatch
 from evaluation import Checker
 from infra.console import run_cli
 from infra.parse import parse
-from infra.settings import RunSettings, refuse_unless
+from infra.settings import RunSettings
 from objective import Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
 from records.examples import Example, class_weights
 from run import setup
@@ -57,7 +57,7 @@ class KTOSettings(PreferenceSettings):
     """Weight of a thumbs down (lambda_U)."""
     balance: bool = False
     """Set both weights so that the thumbs up and the thumbs down of data.train count equally, as the KTO paper advises.
-    The run's settings.yaml shows the two weights."""
+    Other values of the two weights are overridden. settings.yaml shows the weights that were used."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,7 @@ class KTO(Objective):
         """If kto.balance is set, compute both weights from the ratings."""
         if not self.args.balance:
             return cfg
-        # 1.0 by default, or computed earlier: a resume reads them from settings.yaml
-        given_weights = (self.args.desirable_weight, self.args.undesirable_weight)
         up, down = class_weights(train)
-        refuse_unless(
-            given_weights in ((1.0, 1.0), (up, down)),
-            f"kto.balance: it sets kto.desirable_weight to {up:.4g} and kto.undesirable_weight to {down:.4g} for these "
-            f"records, and you gave {given_weights[0]:.4g} and {given_weights[1]:.4g}: leave both at 1, or "
-            "--kto.balance false",
-        )
         self.args = replace(self.args, desirable_weight=up, undesirable_weight=down)
         return replace(cfg, kto=self.args)
 
