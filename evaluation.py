@@ -20,7 +20,7 @@ from torch import nn
 from checks import as_python
 from data import Step
 from infra.checkpoint import checkpoint_folder, read_state
-from infra.console import BadInput, Failed, progress, say, user_code
+from infra.console import Failed, progress, say, user_code
 from infra.devices import Stop, all_reduce, on_rank_0
 from infra.logger import format_cells, write_json
 from infra.optimizer import Plan, is_due
@@ -105,16 +105,6 @@ class Evaluator:
                 partial(self.stop.check, self.fabric.device),
             )
         return with_answers(examples, answers)
-
-    def judge(self, answers: list[Answer]) -> list[Verdict | None]:
-        """The checker's verdicts, for whom needs one for each answer. Called on rank 0 alone. Raises BadInput."""
-        verdicts = self.verdicts(answers)
-        if None in verdicts:
-            i = verdicts.index(None)
-            raise BadInput(
-                f"checker: answer {i}: no verdict (None), and each answer needs one here"
-            )
-        return verdicts
 
     def verdicts(self, answers: list[Answer]) -> list[Verdict | None]:
         """The checker's verdicts as bools and numbers of Python; None for no verdict; their number is printed.

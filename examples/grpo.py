@@ -37,10 +37,11 @@ class Settings(online.Settings):
 
 
 def rate(run, prompts, answers):
-    """Advantages by the checker's verdicts on all answers of a prompt. A step may have only some of these answers."""
+    """Advantages by the checker's verdicts on all answers of a prompt. A step may have only some of these answers.
+    Every answer needs a verdict."""
     args, answered = run.cfg.online, with_answers(prompts, answers)
     # booleans, or numbers from 0 to 1
-    verdicts = run.evaluator.judge(as_answers(run.tokenizer, answered, args.stop))
+    verdicts = run.evaluator.verdicts(as_answers(run.tokenizer, answered, args.stop))
     groups = torch.tensor(verdicts, dtype=torch.float64).view(-1, args.num_generations)
     std, mean = torch.std_mean(groups, dim=1, correction=0, keepdim=True)
     advantages = ((groups - mean) / (std + 1e-4)).flatten().tolist()

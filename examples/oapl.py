@@ -39,9 +39,9 @@ class Settings(online.Settings):
 
 
 def rate(run, prompts, answers):
-    """`rewards` is the checker's verdict minus the value of the prompt."""
+    """`rewards` is the checker's verdict minus the value of the prompt. Every answer needs a verdict."""
     args, answered = run.cfg.online, with_answers(prompts, answers)
-    verdicts = run.evaluator.judge(as_answers(run.tokenizer, answered, args.stop))
+    verdicts = run.evaluator.verdicts(as_answers(run.tokenizer, answered, args.stop))
     rewards = torch.tensor(verdicts, dtype=torch.float64).view(-1, args.num_generations)
     beta = run.cfg.kto.value_beta
     values = beta * (rewards / beta).exp().mean(dim=1, keepdim=True).log()
