@@ -34,7 +34,7 @@ from jsonargparse.typing import PositiveInt
 
 from checks import check_merging
 from data import Step
-from infra.console import BadInput, Failed, advance, progress, user_code, user_error
+from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
 from infra.devices import all_reduce, on_rank_0
 from infra.files import as_lines, publish_folder, read_lines, write_whole
 from infra.optimizer import Plan, check_iterations, iteration_plans
@@ -150,7 +150,7 @@ def export_policy(run: "Run") -> Path:
 def policy_answers(
     run: "Run", i: int, plan: Plan, examples: list[Example], args: RolloutSettings
 ) -> list[list[int]]:
-    """The policy's answers to the prompts of `examples` in iteration i, as token ids. Sets run.engine_gap.
+    """The policy's answers to the prompts of `examples` in iteration i, as token ids.
 
     The answers are written after each rollout batch. A resume takes the batches that a killed process has written if
     policy, prompts and sampling are the same. Raises BadInput, Failed, and Interrupted after a signal.
@@ -175,11 +175,10 @@ def policy_answers(
             batch = examples[start : start + size]
             prompts = [e.prompt for e in batch]
             seed = mixed(run.cfg.seed * 1009 + i, start)
-            gap = None
             if run.rollout:
                 check_stop()
                 questions = (folder, [prompt.tolist() for prompt in prompts], args, new, seed)
-                fresh, gap = engine_answers(run, batch, questions, start, longest)
+                fresh = engine_answers(run, batch, questions, start, longest)
                 advance(len(prompts))
             else:
                 fresh = generate(
@@ -187,25 +186,19 @@ def policy_answers(
                 )
             for example, ids in zip(batch, fresh):
                 answer = answer_fields(*read_answer(run.tokenizer, ids, args.stop))
-                row = example.asked | answer | {"key": key, "ids": ids}
-                if gap is not None:
-                    row["gap"] = gap
-                rows.append(row)
+                rows.append(example.asked | answer | {"key": key, "ids": ids})
             text += as_lines(rows[start:])
             if run.fabric.global_rank == 0:
                 write_whole(file, text)
-    gaps = [row["gap"] for row in rows if "gap" in row]
-    run.engine_gap = sum(gaps) / len(gaps) if gaps else None
     return [row["ids"] for row in rows]
 
 
 def engine_answers(
     run: "Run", batch: list[Example], questions: tuple, first: int, longest: int
-) -> tuple[list[list[int]], float | None]:
-    """The engine's answers to a batch of prompts, and how far its log-probs are from the policy's (engine_gap), or None
-    if the engine gives no log-probs. questions: the engine's arguments. first: the number of the first answer. longest:
-    tokens of the iteration's longest prompt. A collective. Raises BadInput, and Failed if the log-probs are too far
-    from the policy's."""
+) -> list[list[int]]:
+    """The engine's answers to a batch of prompts. questions: the engine's arguments. first: the number of the first
+    answer. longest: tokens of the iteration's longest prompt. A collective. Raises BadInput, and Failed if the engine's
+    log-probs are too far from the policy's."""
 
     def ask_engine() -> WithLogps:
         with user_code("rollout"):
@@ -216,14 +209,15 @@ def engine_answers(
     for j, (example, ids) in enumerate(zip(batch, answers), first):
         check_scorable(run, f"rollout: answer {j}", example.prompt, (ids,), longest)
     if not logps:
-        return answers, None
+        return answers
     gap = engine_gap(run, batch, answers, logps)
     if not gap <= max_gap:  # also if the gap is not a number
         raise Failed(
             f"rollout: the engine answers with other weights, another tokenizer or template: its log-probs are "
             f"{gap:.3g} nats a token off the policy's, and at most {max_gap:g} are allowed"
         )
-    return answers, gap
+    say(f"the engine's log-probs are {gap:.2g} nats a token off the policy's")
+    return answers
 
 
 def read_engine(given: Any, n: int) -> WithLogps:

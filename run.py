@@ -120,9 +120,6 @@ class Run:
     """The last step of the whole run. Changed by Trainer.fit and rollout.iterations."""
     rollout: Callable | None = None
     """An engine that answers prompts instead of our sampler (see rollout.py)."""
-    engine_gap: float | None = None
-    """How far the engine's log-probs of this iteration's answers are from the policy's, in nats a token; None
-    without an engine that gives them. Changed by rollout.policy_answers."""
     saved_step: int = 0
     """The step of the last checkpoint in the run's own folder. Changed by save."""
     reference_step: int = 0

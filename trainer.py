@@ -24,9 +24,9 @@ import checks
 import evaluation
 from attention import PromptCache
 from data import MicroBatch, Step, made_ahead, step_examples
-from infra.console import advance, progress, say, user_code
+from infra.console import advance, progress, user_code
 from infra.devices import all_reduce
-from infra.logger import peak_memory, speed_of
+from infra.logger import speed_of
 from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
 from infra.seeds import seed_user_code
 from model import Scores
@@ -44,7 +44,6 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        self.is_first_step = True  # the first step of this process prints more
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
     def __enter__(self) -> "Trainer":
@@ -93,8 +92,7 @@ class Trainer:
         row_is_due = is_due(step_number, run.cfg.log_interval, plan)
         seed_user_code(run.fabric, run.cfg.seed, step_number)
         run.policy.train()  # everywhere else the policy is in eval mode
-        with self.progress(f"step {step_number}", step):
-            columns, z = self.gradient(step, micro_batches, entropy=row_is_due)
+        columns, z = self.gradient(step, micro_batches)
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
         # one copy to the CPU for all of them, because the host waits for the device at each copy
@@ -103,7 +101,7 @@ class Trainer:
         # A collective: a signal to one rank stops all ranks. It is cheap here, because the device is idle.
         run.stop.agree(run.fabric.device)
         checks.check_finite(step, columns["loss"], z, grad_norm, step_number)
-        entropy_G = columns.pop("entropy", None)  # a column of the loop, not of the objective
+        entropy_G = columns.pop("entropy")  # a column of the loop, not of the objective
         row = self.metrics_row(columns, z) if row_is_due else {}
         with user_code("after_step"):
             run.objective.after_step(step, columns, z)
@@ -115,13 +113,9 @@ class Trainer:
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
-        if self.is_first_step:
-            say(
-                f"step {step_number}: {peak_memory(run.fabric.device):.1f} GB of memory at its peak"
-            )
-            # now, because the first checkpoint may come hours later
+        if step_number == run.saved_step + 1:
+            # now, because the next checkpoint may come hours later
             checks.check_state_dict(run.objective)
-        self.is_first_step = False
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """The remaining steps, each with this rank's packed micro-batches. A thread packs the next step while a step
@@ -138,11 +132,9 @@ class Trainer:
 
     # ---- the gradient of a step, in two orders --------------------------------------------------------
 
-    def gradient(
-        self, step: Step, micro_batches: list[MicroBatch], entropy: bool = False
-    ) -> tuple[Columns, Z]:
+    def gradient(self, step: Step, micro_batches: list[MicroBatch]) -> tuple[Columns, Z]:
         """Add the gradient of a step to the `grad` of the policy's weights. Returns the columns of all G examples, and
-        z. Both are the same on all ranks. entropy: whether to compute the column `entropy`.
+        z. Both are the same on all ranks.
 
         The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z usually comes
         first, in a pass without gradient (z_first).
@@ -156,12 +148,10 @@ class Trainer:
         step.move_to(self.run.fabric.device)
         # all ranks take the same order, because they have equally many micro-batches
         if len(micro_batches) == 1 and step.mismatched_completions is not None:
-            return self.policy_forward_first(step, micro_batches[0], entropy)
-        return self.z_first(step, micro_batches, entropy)
+            return self.policy_forward_first(step, micro_batches[0])
+        return self.z_first(step, micro_batches)
 
-    def z_first(
-        self, step: Step, micro_batches: Iterable[MicroBatch], entropy: bool = False
-    ) -> tuple[Columns, Z]:
+    def z_first(self, step: Step, micro_batches: Iterable[MicroBatch]) -> tuple[Columns, Z]:
         """z from all micro-batches, then the forward, loss and backward of each micro-batch."""
         all_ref_scores = []
         mismatched_logratio_G = step.zeros()
@@ -174,20 +164,18 @@ class Trainer:
                 packed = micro.packed
                 if self.run.objective.top_k:  # score the reference's most probable tokens, too
                     packed = packed._replace(target_T=all_ref_scores[i].targets)
-                scores = self.forward(packed, entropy=entropy)
+                scores = self.forward(packed, entropy=torch.is_grad_enabled())
                 self.loss_and_backward(micro, scores, all_ref_scores[i].logps, z, columns_G)
         return self.columns_of_all_ranks(columns_G), z
 
-    def policy_forward_first(
-        self, step: Step, micro: MicroBatch, entropy: bool
-    ) -> tuple[Columns, Z]:
+    def policy_forward_first(self, step: Step, micro: MicroBatch) -> tuple[Columns, Z]:
         """The policy's forward of the only micro-batch, then z, which reuses the prompts of the forward, then loss and
         backward.
 
         Between the policy's forward and its backward there are other forwards. They do not disturb DDP and FSDP2,
         because they have no gradient."""
         micro = micro.to(self.run.fabric.device)
-        scores = self.forward(micro.packed, keeps_prompts=True, entropy=entropy)
+        scores = self.forward(micro.packed, keeps_prompts=True, entropy=True)
         mismatched_logratio_G = step.zeros()
         ref_logps = self.no_gradient_pass(micro, mismatched_logratio_G, scores.prompts).logps
         z = self.z_of_step(step, mismatched_logratio_G)
@@ -197,8 +185,9 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, step: Step) -> tuple[Columns, Z]:
-        """The same columns and z as `gradient`, but no gradient. The step may be a whole validation split,
-        too large to be packed at once. Therefore each of the two passes packs its micro-batches one by one."""
+        """The same columns and z as `gradient`, but no gradient and no column `entropy`. The step may be a whole
+        validation split, too large to be packed at once. Therefore each of the two passes packs its micro-batches one
+        by one."""
         step.move_to(self.run.fabric.device)
         return self.z_first(step, micro_batches=step)
 
@@ -206,7 +195,8 @@ class Trainer:
         """Score all these examples as one step with one z. Therefore the numbers do not depend on batch_size or on the
         number of ranks, up to rounding. Returns the columns of all examples, and z, on the CPU. A collective."""
         step = self.make_step(examples)
-        with self.progress(title, step):
+        # each of the two passes counts the examples of this rank
+        with progress(title, 2 * step.size // self.run.fabric.world_size):
             return on_cpu(*self.score(step))
 
     # ---- parts of a step -------------------------------------------------------------------------
@@ -349,8 +339,8 @@ class Trainer:
         of other ranks. Their sum over ranks has all."""
         run = self.run
         # All ranks take rank 0's order of the columns. It is broadcast once for each kind of step, because a broadcast
-        # makes the host wait. The columns depend on the objective, on train or eval mode, and on the entropy.
-        kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
+        # makes the host wait. Only steps with a gradient have the entropy.
+        kind = (type(run.objective), torch.is_grad_enabled())
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
         names = self.column_names[kind]
@@ -369,31 +359,29 @@ class Trainer:
             return checks.check_row(self.run.objective.metrics(copies, z))
 
     def optimizer_step(self, plan: Plan) -> float:
-        """Update the weights with the learning rate of this step, and clear the gradient. Returns the learning rate."""
+        """Update the weights with the learning rate of this step, and clear the gradient. Returns the learning rate of
+        the optimizer's first group."""
         run = self.run
-        lr = lr_at(run.state.step, plan, run.cfg.optim)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+        groups = run.optimizer.param_groups
+        for group in groups:
+            # as in torch.optim.lr_scheduler: the peak is the lr that the optimizer was made with
+            peak = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = lr_at(run.state.step, plan, run.cfg.optim, peak)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        return lr
+        return groups[0]["lr"]
 
-    def loop_row(self, step: Step, entropy_G: torch.Tensor, plan: Plan) -> dict[str, float | None]:
+    def loop_row(self, step: Step, entropy_G: torch.Tensor, plan: Plan) -> dict[str, float]:
         """The loop's own columns of metrics.csv."""
         run = self.run
         # entropy_G has means per example. Weighted by token counts they give the mean per token.
         n_tokens = [sum(map(len, example.completions)) for example in step.examples]
         entropy = np.average(entropy_G, weights=n_tokens)
-        row = {
+        return {
             "entropy": float(entropy),
             "epoch": (run.state.step - plan.begin) / plan.per_epoch,
             "samples": run.state.step * step.size,
         }
-        if (
-            run.engine_gap is not None
-        ):  # an engine such as vLLM has sampled the answers (rollout.py)
-            row["engine/gap"] = run.engine_gap
-        return row
 
     # ---- steps and micro-batches -----------------------------------------------------------------
 
@@ -421,10 +409,6 @@ class Trainer:
             advance(len(micro.part.indices))
             if not run.policy.training:
                 run.stop.check(run.fabric.device)
-
-    def progress(self, title: str, step: Step) -> AbstractContextManager:
-        """Print how far the two passes over a step are."""
-        return progress(title, 2 * step.size // self.run.fabric.world_size)
 
     # ---- before the first step, and after the last one ------------------------------------------
 

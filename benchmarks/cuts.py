@@ -94,7 +94,8 @@ def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Pat
 
     batch = SETTINGS["batch_size"]
     epoch = steps // SETTINGS["epochs"]
-    optim = Optim(lr=SETTINGS["optim.lr"], warmup=SETTINGS["optim.warmup"])
+    optim = Optim(warmup=SETTINGS["optim.warmup"])
+    peak = SETTINGS["optim.lr"]
     plan = Plan(epoch, steps, 0, steps, epoch)
     settings = {
         "seed": seed,
@@ -115,7 +116,7 @@ def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Pat
         "model": str(MODEL),
         "batch": batch,
         "settings": settings,
-        "lr": [lr_at(step, plan, optim) for step in range(1, steps + 1)],
+        "lr": [lr_at(step, plan, optim, peak) for step in range(1, steps + 1)],
         "final": str(out / "final"),
     }
     vs_trl.run_trl(spec)

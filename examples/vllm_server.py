@@ -45,7 +45,7 @@ class EngineSettings:
     """Its address."""
     max_gap: PositiveFloat = free(0.1)
     """The run ends if the server's log-probs differ from the policy's by more, in nats per token: the server then has
-    other weights, another tokenizer or template. engine/gap in metrics.csv shows smaller differences."""
+    other weights, another tokenizer or template. The run prints smaller differences."""
     timeout: PositiveInt = free(600)
     """Seconds to wait for the server to start, and for one answer."""
     requests: PositiveInt = free(256)

@@ -32,6 +32,7 @@ CELLS = {
     "rewards/margins": "margins {:.4f}",
     "checker_accuracy": "checker {:.4f}",
     "tokens/s": "tok/s {:,.0f}",
+    "memory_gb": "{:.1f} GB",
 }
 
 
@@ -91,21 +92,19 @@ def open_tracker(cfg: RunSettings, first_step: int) -> Track | None:
 
 
 def begin_tensorboard(out: Path, first_step: int) -> Track:
-    from tensorboardX import SummaryWriter
+    from lightning.fabric.loggers import TensorBoardLogger
 
-    # tensorboardX names a file by whole seconds: a quick resume would replace the file
-    suffix = f".{time.time_ns()}"
-    # A killed process may have logged steps after its checkpoint: TensorBoard drops them.
-    purged = first_step or None
-    writer = SummaryWriter(
-        out / "tensorboard", filename_suffix=suffix, purge_step=purged, flush_secs=10
+    logger = TensorBoardLogger(
+        out,
+        "tensorboard",
+        version="",
+        # the default name has whole seconds: a quick resume would replace the file
+        filename_suffix=f".{time.time_ns()}",
+        # a killed process may have logged steps after its checkpoint: TensorBoard drops them
+        purge_step=first_step or None,
+        flush_secs=10,
     )
-
-    def track(step: int, numbers: dict) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-
-    return track
+    return lambda step, numbers: logger.log_metrics(numbers, step)
 
 
 def begin_wandb(cfg: RunSettings) -> Track:

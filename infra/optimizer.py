@@ -108,20 +108,20 @@ def check_iterations(cfg: RunSettings, sizes: list[int]) -> None:
 # ---- the learning rate --------------------------------------------------------------------------
 
 
-def lr_at(step: int, plan: Plan, optim: Optim) -> float:
-    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to optim.lr, then a decay that would reach 0 one
-    step after the last."""
+def lr_at(step: int, plan: Plan, optim: Optim, peak: float) -> float:
+    """The learning rate of step 1, 2, ..., plan.total: a linear warmup to the peak, then a decay that would reach 0 one
+    step after the last. optim: the warmup and the schedule."""
     warmup = steps_of(optim.warmup, plan.warmup_epoch)
     if step <= warmup:
-        return optim.lr * step / warmup
+        return peak * step / warmup
     if optim.schedule == "constant":
-        return optim.lr
+        return peak
     decay_steps = max(1, plan.total - warmup)
     progress = (step - 1 - warmup) / decay_steps  # 0 to 1
     scale = 1 - progress
     if optim.schedule == "cosine":
         scale = (1 + math.cos(math.pi * progress)) / 2
-    return optim.lr * scale
+    return peak * scale
 
 
 # ---- AdamW --------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def what_trains(policy: torch.nn.Module) -> str:
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:
     """AdamW of the parameters that require a gradient. Weight decay skips biases, norms and embeddings.
 
-    A fork hands over another function of this form. Each step sets the learning rate of a group, times the group's
-    "lr_scale" if it has one. The optimizer's `state` is saved and resumed. Of cfg.optim the loop uses lr, its schedule
-    and clip. This function uses the rest."""
+    A fork hands over another function of this form. The lr of each group is the peak of its learning rate. The loop
+    applies warmup and schedule to it. The optimizer's `state` is saved and resumed. Of cfg.optim the loop uses
+    warmup, schedule and clip. This function uses the rest."""
     o = cfg.optim
     undecayed = set()
     for m in policy.modules():

@@ -38,7 +38,7 @@ from vllm_server import EngineSettings, Server, Settings, WithServer  # noqa: E4
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=2", "--online.prompts_per_iteration=null",
        "--online.num_generations=2", "--online.max_new_tokens=6", "--online.rollout_batch_size=5", "--save_interval=1",
        "--precision=32-true", "--keep_last=99", "--eval.samples=0", "--data.max_completion=12", "--progress=false",
-       "--engine.timeout=60")  # fmt: skip
+       "--engine.timeout=60", "--engine.max_gap=1e-5")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -104,9 +104,6 @@ def whole(tiny, demos, tmp_path_factory) -> dict:
 
 def test_a_server_answers_with_the_policy_of_each_iteration(whole):
     out = whole["out"]
-    gaps = [row["engine/gap"] for row in whole["rows"]]
-    assert len(gaps) == 8 and 0 < max(gaps) < 1e-5, "the policy's own log-probs"
-    assert len(set(gaps)) == 2, "one for each iteration"
     one, two = (answers(out, i) for i in (1, 2))
     assert one != two and [a["ids"] for a in one[::2]] != [a["ids"] for a in one[1::2]]
     seeds = [body["seed"] for body in asked(out.parent / "log", "/v1/completions")]
@@ -121,8 +118,7 @@ def test_all_settings_of_sampling_and_all_ends_reach_the_server(tiny, demos, tmp
     argv = ("--online.temperature=0.7", "--online.top_p=0.9",
             '--online.stop=["e","the"]', "--online.max_iterations=1")  # fmt: skip
     with running(base, tmp_path / "log") as server:
-        run = go(base, demos, tmp_path / "run", server, *argv)
-    assert run["rows"][0]["engine/gap"] < 1e-5, "log-probs are those of temperature 1"
+        go(base, demos, tmp_path / "run", server, *argv)
     body = asked(tmp_path / "log", "/v1/completions")[0]
     expected = {"temperature": 0.7, "top_k": -1, "top_p": 0.9, "min_tokens": 0, "stop": ["e", "the"], "max_tokens": 6,
                 "repetition_penalty": 1.0, "stop_token_ids": [0, 7], "include_stop_str_in_output": True}  # fmt: skip
@@ -138,7 +134,7 @@ def test_two_processes_with_a_sharded_policy_ask_once_and_measure_the_same(
     with running(tiny, tmp_path / "log-2") as server:
         two = ranks(2, lambda rank: numbers(go(tiny, demos, tmp_path / "two", server, *argv)))[0]
     for a, b in zip(numbers(whole), two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4) and b["engine/gap"] < 1e-5
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
     assert len(asked(tmp_path / "log-2", "/v1/completions")) == 32
 
 

@@ -108,7 +108,7 @@ def test_iterations_lie_end_to_end_under_one_schedule():
 )
 def test_the_rate_rises_along_a_line_and_then_falls_as_the_schedule_says(total, optim, expected):
     plan = Plan(10, total, 0, total, 10)
-    rates = [lr_at(step, plan, Optim(lr=2.0, **optim)) for step in range(1, total + 1)]
+    rates = [lr_at(step, plan, Optim(**optim), 2.0) for step in range(1, total + 1)]
     assert rates == pytest.approx([2 * x for x in expected])
 
 
