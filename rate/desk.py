@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from generate import AskedModel
-from infra.console import Failed
+from infra.console import Failed, user_error
 from infra.settings import ROOT, Sampling, refuse_unless
 from rate.ratings import Ratings
 from records.answer import answer_fields, fields_of_prompt, prompt_key
@@ -100,7 +100,8 @@ class Desk:
 
 
 def fields_of(request: dict) -> dict:
-    fields = json.loads(request.get("record", "{}")) | request
+    with user_error("record", "expected the fields of a record as a text of JSON"):
+        fields = json.loads(request.get("record", "{}")) | request
     return {name: value for name, value in fields.items() if name != "record"}
 
 

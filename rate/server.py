@@ -1,15 +1,16 @@
 """The page of a desk over HTTP, on this machine alone."""
 
 import json
+import re
 import traceback
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from infra.console import BadInput, Failed, user_error
 from infra.settings import refuse_unless
 from rate.desk import Desk
+from records.forms import parse_json
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -81,15 +82,17 @@ class PageHandler(BaseHTTPRequestHandler):
         is_json = self.headers.get_content_type() == "application/json"
         refuse_unless(is_json, "Content-Type: expected application/json")
         with user_error("request"):
-            return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = parse_json(self.rfile.read(int(self.headers["Content-Length"])))
+        refuse_unless(isinstance(request, dict), "request: expected an object")
+        return request
 
     def is_from_here(self) -> bool:
         """Whether the page itself asks. Another site in the same browser reaches 127.0.0.1 too, with another
         Origin. A name that an attacker points at 127.0.0.1 is in Host."""
         host = self.headers.get("Host", "")
         origin = self.headers.get("Origin")
-        is_local = urlsplit(f"//{host}").hostname in ("127.0.0.1", "localhost")
-        return is_local and origin in (None, f"http://{host}")
+        is_local = re.fullmatch(r"(127\.0\.0\.1|localhost)(:\d+)?", host)
+        return bool(is_local) and origin in (None, f"http://{host}")
 
     def log_message(self, *_) -> None:
         pass

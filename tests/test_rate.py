@@ -190,6 +190,9 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(text, option, fault, tmp
         ("/rate", {"prompt": 3, "completion": "a", "label": True}, "prompt: expected a string"),
         ("/rate", {"prompt": QUESTION, "completion": "a"}, "label: expected true, false or null"),
         ("/nothing", {}, "there is no such page"),
+        ("/rate", [1], "request: expected an object"),
+        ("/answer", {"record": 5}, "record: expected the fields of a record as a text of JSON"),
+        ("/rate", {"record": "[", "label": True}, "record: expected the fields of a record"),
     ],
 )
 def test_what_goes_wrong_is_said_in_words_and_the_page_goes_on(path, body, said, page_of_module):
@@ -223,6 +226,8 @@ def test_the_prompts_of_a_file_are_shown_but_those_with_a_thumb(opened, chat, tm
     [
         ({}, 200),
         ({"Host": "localhost:1234", "Origin": "http://localhost:1234"}, 200),
+        ({"Host": "["}, 403),
+        ({"Host": "evil@localhost"}, 403),
         ({"Host": "evil.example"}, 403),  # a name that somebody points at 127.0.0.1
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
