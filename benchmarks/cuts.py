@@ -1,7 +1,6 @@
 """The same run, cut five ways, by TRL and by us: does it matter how a step is split into micro-batches?
 
-    python benchmarks/cuts.py run                       # the missing runs, one after the other
-    python benchmarks/cuts.py table                     # their rows
+    python benchmarks/cuts.py        # the table; missing runs run first, one after the other
 
 A step of 64 examples is cut as 64x1, 16x4, 8x8, 4x16 or 2x32: micro-batch size x micro-batches per step (TRL:
 per_device_train_batch_size x gradient_accumulation_steps). TRL computes z, the KL baseline, per micro-batch, from
@@ -24,7 +23,6 @@ A finished run is a row of benchmarks/cuts.jsonl and is not run again. Other fil
 Older rows have more fields and other draws. At a59be7f cuts.svg was drawn by `cuts.py picture`.
 """
 
-import argparse
 import random
 import shutil
 import sys
@@ -34,17 +32,15 @@ from pathlib import Path
 import vs_trl
 
 ROOT = vs_trl.HERE.parent
-sys.path.append(str(ROOT))
 RESULTS = vs_trl.HERE / "cuts.jsonl"
 OUT = ROOT / "out" / "cuts"
-SIDES = ("ours", "trl", "trl-zero")
+SIDES = {"ours": (1, 2, 3), "trl": (1, 2, 3), "trl-zero": (1,)}  # and their seeds
 MODEL = ROOT / "demo" / "base"
 MIXED = OUT / "mixed"  # ratings with another author's answers: without them z is 0
 RECORDS = MIXED / "train.jsonl"
 HELD_OUT = MIXED / "val.jsonl"
 ORDERS = ("shuffled", "file")
 CUTS = (64, 16, 8, 4, 2)
-SEEDS = (1, 2, 3)
 LONGEST = 32  # tokens of a prompt and of a completion
 SETTINGS = {
     "batch_size": 64,
@@ -72,31 +68,10 @@ def folder_of(side: str, order: str, seed: int, cut: int) -> Path:
     return OUT / f"{side}-{order}-{seed}-{cut}"
 
 
-def train_ours(records: str, cut: int, seed: int, out: Path) -> None:
-    """The trained model is left in out/final."""
-    settings = SETTINGS | {
-        "model": MODEL,
-        "data.train": records,
-        "data.val": "null",
-        "data.max_prompt": LONGEST,
-        "data.max_completion": LONGEST,
-        "micro_batch_size": cut,
-        "seed": seed,
-        "out_dir": out,
-    }
-    vs_trl.ours(ROOT, "kto", settings)
-
-
-def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Path) -> None:
-    """As train_ours, with z per micro-batch."""
-    from infra.optimizer import Plan, lr_at
-    from infra.settings import Optim
-
+def train_trl(side: str, records: str, order: str, cut: int, seed: int, out: Path) -> None:
+    """The trained model is left in out/final. The learning rates are those of our uncut run."""
     batch = SETTINGS["batch_size"]
-    epoch = steps // SETTINGS["epochs"]
-    optim = Optim(warmup=SETTINGS["optim.warmup"])
-    peak = SETTINGS["optim.lr"]
-    plan = Plan(epoch, steps, 0, steps, epoch)
+    our_rows = vs_trl.read_csv(folder_of("ours", order, seed, CUTS[0]) / "metrics.csv")
     settings = {
         "seed": seed,
         "beta": SETTINGS["kto.beta"],
@@ -104,8 +79,6 @@ def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Pat
         "num_train_epochs": SETTINGS["epochs"],
         "per_device_train_batch_size": cut,
         "gradient_accumulation_steps": batch // cut,
-        "precompute_ref_log_probs": True,  # once, not in each epoch: the same numbers up to rounding
-        "precompute_ref_batch_size": batch,
         "max_length": 2 * LONGEST,
     }
     spec = {
@@ -116,7 +89,7 @@ def train_trl(side: str, records: str, cut: int, seed: int, steps: int, out: Pat
         "model": str(MODEL),
         "batch": batch,
         "settings": settings,
-        "lr": [lr_at(step, plan, optim, peak) for step in range(1, steps + 1)],
+        "lr": [row["lr"] for row in our_rows],
         "final": str(out / "final"),
     }
     vs_trl.run_trl(spec)
@@ -155,38 +128,32 @@ def run(side: str, order: str, seed: int, cut: int) -> dict:
     rows = ordered(vs_trl.read_lines(RECORDS), order, seed, SETTINGS["batch_size"])
     records = vs_trl.write_records(f"cuts-{order}-{seed}", rows)
     if side == "ours":
-        train_ours(records, cut, seed, out)
+        settings = {
+            "model": MODEL,
+            "data.train": records,
+            "data.val": "null",
+            "data.max_prompt": LONGEST,
+            "data.max_completion": LONGEST,
+            "micro_batch_size": cut,
+            "seed": seed,
+            "out_dir": out,
+        }
+        vs_trl.ours(ROOT, "kto", SETTINGS | settings)
     else:
-        steps = SETTINGS["epochs"] * len(rows) // SETTINGS["batch_size"]
-        train_trl(side, records, cut, seed, steps, out)
+        train_trl(side, records, order, cut, seed, out)
     uncut = folder_of(side, order, seed, CUTS[0]) / "final"
     off = distance(out / "final", uncut) / distance(uncut, MODEL)
     return {"right": right_answers(out / "final"), "distance": off}
 
 
-def print_table() -> None:
-    vs_trl.print_cells("order, side, seed", "micro-batch size", "right, %", "distance")
-    vs_trl.print_cells(*["---"] * 4)
-    rows = vs_trl.read_lines(RESULTS)
-    for row in sorted(rows, key=lambda row: (name_of(row), -row["cut"])):
-        right, n = row["right"]
-        cells = name_of(row), row["cut"], f"{100 * right / n:.1f}", f"{row['distance']:.2g}"
-        vs_trl.print_cells(*cells)
-
-
-def name_of(row: dict) -> str:
-    return f"{row['order']}, {row['side']}, {row['seed']}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["run", "table"])
-    if parser.parse_args().what == "table":
-        return print_table()
-    for seed, order, side, cut in product(SEEDS, ORDERS, SIDES, CUTS):
-        vs_trl.run_once(RESULTS, dict(side=side, order=order, seed=seed, cut=cut), run)
+    vs_trl.print_head("side", "seed", "order", "micro-batch size", "right, %", "distance")
+    for side, seeds in SIDES.items():
+        for seed, order, cut in product(seeds, ORDERS, CUTS):
+            row = vs_trl.run_once(RESULTS, run, side=side, order=order, seed=seed, cut=cut)
+            right, n = row["right"]
+            cells = f"{100 * right / n:.1f}", f"{row['distance']:.2g}"
+            vs_trl.print_cells(side, seed, order, cut, *cells)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
     demo       `python kto.py`: seconds in all, accuracy before and after, tokens/s
     tests      the tests that need a GPU
     gpt2, llama8b-lora, gpt2-xl
-               a step of 64 ratings, prompts and completions of 200 tokens each on average, in micro-batches
+               a step of 64 ratings, prompts and completions of 200 tokens each (medians), in micro-batches
                of 16,384 tokens: the rows of the table in docs/speed.md
     trl        GPT-2 124M, ours and TRL's, 20 steps of 32 ratings (vs_trl.py): ratio 2 means twice as fast as TRL
     head       forward and backward of the LM head, ours and with full logits: 8,192 tokens, width 4,096,
@@ -28,9 +28,7 @@ import argparse
 import contextlib
 import faulthandler
 import importlib.util
-import json
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -64,20 +62,16 @@ TINY = {  # type: fields of its config with --tiny
         "vocab_size": 99,
     },
 }
-TOKENS = 200  # of a prompt and of a completion, on average
+TOKENS = 200  # of a prompt and of a completion: the median
 STEPS = 4  # that warm up, and as many that are timed
-RESULTS: dict = {}  # of a part's process: the folder `out` and the part's name
+RESULTS: dict = {}  # the folder `out`, and the name of the present part
 
 
 def result(**numbers) -> None:
-    """Write numbers of a part to results.jsonl. A float has four digits."""
-    rounded = json.loads(json.dumps(numbers), parse_float=lambda text: float(f"{float(text):.4g}"))
-    write(**RESULTS, **rounded)
-
-
-def write(out: Path, **row) -> None:
-    print(json.dumps(row)[:600], flush=True)
-    vs_trl.add_line(out / "results.jsonl", row)
+    """Write numbers of a part to results.jsonl."""
+    row = {"part": RESULTS["part"], **numbers}
+    print(row, flush=True)
+    vs_trl.add_line(RESULTS["out"] / "results.jsonl", row)
 
 
 def start(out: Path, words: str) -> subprocess.Popen:
@@ -214,19 +208,14 @@ def write_inputs(folder: Path, kind: str, fields: dict, n: int) -> None:
     """A model's config, a tokenizer of words, and n ratings of random words."""
     import transformers
 
+    from infra.files import as_lines
+
     config = transformers.CONFIG_MAPPING[kind](**fields, bos_token_id=0, eos_token_id=0)
     config.save_pretrained(folder)
     (folder / "model.safetensors").touch()  # kto.py looks for it; random_model does not read it
     vs_trl.save_words(folder, config.vocab_size)
-    rng = random.Random(1)
-
-    def text() -> str:
-        length = max(8, round(rng.gauss(TOKENS, 0.3 * TOKENS)))
-        return vs_trl.random_words(rng, config.vocab_size, length)
-
-    for i in range(n):
-        record = {"prompt": text(), "completion": text(), "label": bool(i % 2)}
-        vs_trl.add_line(folder / "ratings.jsonl", record)
+    records = vs_trl.make_records("kto", n, config.vocab_size, TOKENS, TOKENS, spread=0.3)
+    (folder / "ratings.jsonl").write_text(as_lines(records))
 
 
 def step(model: str, tiny: bool, work: Path) -> None:
@@ -241,40 +230,33 @@ def step(model: str, tiny: bool, work: Path) -> None:
     write_inputs(work, kind, TINY[kind] if tiny else fields, batch * (last + 1))
     models.load.load_model = random_model
     models.load.weights_hash = lambda *_: "random"
-    ends = []
 
     class Measured(Trainer):
         def train_step(self, *args):
-            step = len(ends) + 1
+            step = self.run.state.step + 1
             if step == 1 and DEVICE == "cuda":  # what loading took does not count
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             take_step = partial(super().train_step, *args)
-            if step == last:
-                report(self.run.policy.module)
-                result(**profiled(take_step))
-                sys.exit()
-            take_step()
-            ends.append(time.perf_counter())  # the check of the gradient's norm has waited for it
+            if step < last:
+                return take_step()
+            report(self.run.policy.module)
+            result(**profiled(take_step))
+            sys.exit()
 
     def report(policy: torch.nn.Module) -> None:
         rows = vs_trl.read_csv(work / "run" / "metrics.csv")[STEPS : 2 * STEPS]
-        columns = "tokens/s", "memory_gb"
-        speed = {name: sum(row[name] for row in rows) / STEPS for name in columns}
-        ms = (ends[2 * STEPS - 1] - ends[STEPS - 1]) / STEPS * 1e3
-        speed["tflops"] = useful_tflops(policy, speed["tokens/s"])
-        speed["share_of_product"] = speed["tflops"] / product_tflops(tiny)
-        result(device=DEVICE_NAME, ms=ms, **speed)
+        columns = "seconds", "tokens/s", "memory_gb"
+        speed = {name: statistics.mean(row[name] for row in rows) for name in columns}
+        tflops = useful_tflops(policy, speed["tokens/s"])
+        share = tflops / product_tflops(tiny)
+        result(device=DEVICE_NAME, **speed, tflops=tflops, share_of_product=share)
 
     settings += f" --batch_size {batch} --micro_batch_tokens 16384 --data.max_prompt 512"
     settings += f" --data.max_completion 512 --max_steps {last + 1}"
     settings += " --val_interval null --save_interval null --progress false --eval.samples 0"
-    paths = [
-        f"--model={work}",
-        f"--data.train={work / 'ratings.jsonl'}",
-        f"--out_dir={work / 'run'}",
-    ]
-    kto.main(settings.split() + paths, trainer=Measured)
+    settings += f" --model {work} --data.train {work}/ratings.jsonl --out_dir {work}/run"
+    kto.main(settings.split(), trainer=Measured)
 
 
 # ---- beside TRL, the head, sampling --------------------------------------------------------------
@@ -289,7 +271,7 @@ def trl(tiny: bool, work: Path) -> None:
     vs_trl.PAIRS[size] = 1
     vs_trl.STEPS[size], vs_trl.BATCH = (2, 4) if tiny else (20, 32)
     for _ in range(2):
-        (row,) = vs_trl.run_cell("kto", size, "200/120", "bf16", ["best"])
+        row = vs_trl.run_cell(["kto", size, "200/120", "bf16"], "best")
         result(**row)
         vs_trl.refuse_other_training(row)
 
@@ -306,26 +288,23 @@ def head(tiny: bool, work: Path) -> None:
     w_VC = (0.02 * torch.randn(V, C, device=DEVICE, dtype=torch.bfloat16)).requires_grad_()
     target_T = torch.randint(V, (T,), device=DEVICE)
     default = Chunks.of(DEVICE, V)
-
-    def ours(chunks: Chunks) -> torch.Tensor:
-        return -Head.apply(h_TC, w_VC, target_T, None, chunks)[0].mean()
-
-    losses = {
-        "ours": lambda: ours(default),
-        "full logits": lambda: cross_entropy(h_TC @ w_VC.T, target_T),
-    }
+    chunks = {"ours": default}
     for rows in (512, 1024, 2048, 4096):
         size = rows * T // 8192
-        chunks = default._replace(size=size, softmax=size)
-        losses[f"ours, chunks of {size}"] = partial(ours, chunks)
+        chunks[f"ours, chunks of {size}"] = default._replace(size=size, softmax=size)
+
+    def mean_loss(name: str) -> torch.Tensor:
+        if name in chunks:
+            return -Head.apply(h_TC, w_VC, target_T, None, chunks[name])[0].mean()
+        return cross_entropy(h_TC @ w_VC.T, target_T)
 
     def gradient(name: str) -> torch.Tensor:
         h_TC.grad = w_VC.grad = None
-        loss = losses[name]()
+        loss = mean_loss(name)
         loss.backward()
         return loss
 
-    for name in losses:
+    for name in ("full logits", *chunks):
         ms = median_ms(partial(gradient, name))
         loss = gradient(name).item()
         result(head=name, ms=ms, loss=loss, gradient=h_TC.grad.float().norm().item())
@@ -362,39 +341,29 @@ def resume(tiny: bool, work: Path) -> None:
     killed.kill()
     killed.wait()
     finish(whole, start(work / "killed", f"{command} --resume auto"))
-    rows, weights = [], []
+    losses, weights = [], []
     for name in ("whole", "killed"):
-        rows.append(vs_trl.read_csv(work / name / "metrics.csv"))
+        losses.append([row["loss"] for row in vs_trl.read_csv(work / name / "metrics.csv")])
         weights.append((work / name / "final" / "model.safetensors").read_bytes())
-    for row in sum(rows, []):
-        for clock in ("tokens/s", "seconds", "memory_gb"):
-            del row[clock]
-    same = {"metrics": rows[0] == rows[1], "weights": weights[0] == weights[1]}
-    result(was_running=was_running, steps=len(rows[0]), same=same)
+    same = {"losses": losses[0] == losses[1], "weights": weights[0] == weights[1]}
+    result(was_running=was_running, steps=len(losses[0]), same=same)
     if not all(same.values()):
         raise SystemExit("the resumed run is not the whole run")
 
 
 def programs(tiny: bool, work: Path) -> None:
     """All run in parallel, because nothing is timed."""
-    demos = work / "demos.jsonl"
-    with open(PROJECT / "demo" / "train_demos.jsonl") as f:
-        demos.write_text("".join(f.readlines()[:64]))
     kto = "kto.py --max_steps 6 --eval.prompts 32"
-    commands = {
-        "dpo": "dpo.py --max_steps 6 --eval.prompts 32",
-        "spin": f"spin.py --spin.max_iterations 2 --data.train {demos}",
-        "online": "online.py --online.max_iterations 2 --online.prompts_per_iteration 128 --eval.prompts 32",
-        "lora": f"{kto} --precision bf16-true --lora.rank 4",
-        "float32": f"{kto} --precision 32-true",
-        "checkpointing": f"{kto} --activation_checkpointing true",
-    }
-    names = list(commands)[: 2 if tiny else None]
-    finish(*(start(work / name, commands[name]) for name in names))
-    missing = [name for name in names if not list(work.glob(f"{name}/final/*.safetensors"))]
-    result(ran=names, not_exported=missing)
-    if missing:
-        raise SystemExit("a program has not exported its model")
+    commands = [
+        "dpo.py --max_steps 6 --eval.prompts 32",
+        "spin.py --spin.max_iterations 2 --max_steps 34 --eval.prompts 32",
+        "online.py --online.max_iterations 2 --online.prompts_per_iteration 128 --eval.prompts 32",
+        f"{kto} --precision bf16-true --lora.rank 4",
+        f"{kto} --precision 32-true",
+        f"{kto} --activation_checkpointing true",
+    ][: 2 if tiny else None]
+    finish(*(start(work / str(i), command) for i, command in enumerate(commands)))
+    result(ran=commands)
 
 
 # ---- the main process ----------------------------------------------------------------------------
@@ -428,15 +397,11 @@ def run_part(name: str, out: Path, tiny: bool, limit: float) -> str:
             process.wait()
     if code == 0:
         return "ok"
-    lines = (out / "log.txt").read_text(errors="replace").splitlines()
-    write(out, part=name, last_lines=lines[-15:])
     return f"killed after {limit:.1f} s" if code is None else f"failed: exit code {code}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help="only these")
     parser.add_argument("--limit", type=float, default=520, help="seconds for all parts")
     out = os.environ.get("OUT") or PROJECT / "out" / "gpu"
@@ -447,8 +412,8 @@ def main() -> None:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}")
     out = args.out.absolute()
+    RESULTS.update(out=out, part=args.part)
     if args.part:
-        RESULTS.update(out=out, part=args.part)
         function, limit = PARTS[args.part]
         faulthandler.dump_traceback_later(limit - 2)  # shows where a part is that takes too long
         with tempfile.TemporaryDirectory() as work:
@@ -456,19 +421,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + args.limit
-    statuses = {}
+    statuses = []
     for name in args.parts or PARTS:
         began = time.monotonic()
         limit = min(PARTS[name][1], ends - began)
-        statuses[name] = "skipped: too little time"
+        status = "skipped: too little time"
         if limit > PARTS[name][1] / 3:
-            statuses[name] = run_part(name, out, args.tiny, limit)
-        seconds = round(time.monotonic() - began, 1)
-        write(out, part=name, status=statuses[name], seconds=seconds)
-    failed = [name for name, status in statuses.items() if status != "ok"]
+            status = run_part(name, out, args.tiny, limit)
+        RESULTS["part"] = name
+        result(status=status, seconds=time.monotonic() - began)
+        statuses.append(status)
     print((out / "results.jsonl").read_text())
-    print(f"not ok: {', '.join(failed) or 'nothing'}; the results are in {out}")
-    raise SystemExit(len(failed))
+    raise SystemExit(sum(status != "ok" for status in statuses))
 
 
 if __name__ == "__main__":

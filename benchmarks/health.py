@@ -1,22 +1,21 @@
 """Six short runs of the demo, one healthy and five sick, and their picture for docs/health.md.
 
-    python benchmarks/health.py out/health       # five minutes on one core; what is there is not run again
+    OMP_NUM_THREADS=1 python benchmarks/health.py out/health    # five minutes; what is there is not run again
 
 Each run has the settings of config/demo.yaml."""
 
-import os
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from demo import make
 from infra.files import as_lines, read_lines
-from infra.health import read_rows
 
 ROOT = Path(__file__).parent.parent
 RATINGS = ROOT / "demo" / "train.jsonl"
@@ -72,25 +71,26 @@ def run(name: str, ratings: Path, settings: str, folder: Path) -> str:
     out = folder / name
     log = folder / f"{name}.log"
     if not (out / "final").exists():
-        command = [sys.executable, "kto.py", "--config", "config/demo.yaml", "--out_dir", str(out)]
-        command += ["--data.train", str(ratings), "--eval.check_interval", "20", "--progress=false"]
-        command += ["--resume", "auto", *settings.split()]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = f"{sys.executable} kto.py --config config/demo.yaml --eval.check_interval 20"
+        command += f" --progress false --resume auto {settings}"
+        paths = [f"--data.train={ratings}", f"--out_dir={out}"]
         with open(log, "a") as file:
-            subprocess.run(command, cwd=ROOT, env=environment, stdout=file, check=True)
+            subprocess.run([*command.split(), *paths], cwd=ROOT, stdout=file, check=True)
     return log.read_text()
 
 
 def draw(panels: Sequence[Axes], out: Path) -> None:
     """The curves of a run in one row of panels: lines from metrics.csv, dots from val.csv."""
-    files = {"training": ("metrics.csv", "-"), "validation": ("val.csv", "o")}
+    metrics, val = (
+        pd.read_csv(out / f"{name}.csv", index_col="step") for name in ("metrics", "val")
+    )
     for panel, (title, columns) in zip(panels, PANELS.items()):
         for name, color in zip(columns, ("C0", "C1")):
-            for kind, (file, style) in files.items():
-                points = [(row["step"], row[name]) for row in read_rows(out / file) if name in row]
-                if points:
+            for kind, table, style in (("training", metrics, "-"), ("validation", val, "o")):
+                if name in table:
                     label = kind if color == "C0" else f"{name}, {kind}"
-                    panel.plot(*zip(*points), color + style, markersize=3, label=label)
+                    line = table[name].dropna()
+                    panel.plot(line, color + style, markersize=3, label=label)
         panel.set_title(title, fontsize=10)
         panel.set_yscale("symlog" if title in LOGARITHMIC else "linear")
 

@@ -23,25 +23,9 @@ from models.hub import find_model
 from records.tokenizer import Tokenizer
 
 
-def compare(samplers: dict, tokens: int, turns: int) -> dict[str, float]:
-    """Time two samplers, functions of a seed that sample so many tokens. Print and return the median speed of each in
-    tokens a second. One turn of each comes first as a warm-up."""
-    speeds = {name: [] for name in samplers}
-    for i in range(turns + 1):
-        for name in list(samplers) if i % 2 == 0 else reversed(samplers):
-            began = time.perf_counter()
-            samplers[name](i)
-            speeds[name].append(tokens / (time.perf_counter() - began))
-    medians = {}
-    for name, (_, *timed) in speeds.items():
-        medians[name] = statistics.median(timed)
-        span = f"({min(timed):,.0f} to {max(timed):,.0f})"
-        print(f"{name:<12} {medians[name]:8,.0f} useful tokens/s  {span}", flush=True)
-    return medians
-
-
 def run(folder: str, precision: str, rows: int, new: int, turns: int) -> dict[str, float]:
-    """precision: one of Fabric's. -> tokens a second of "ours" and of "transformers"."""
+    """Time both, with one turn of each as a warm-up. precision: one of Fabric's. Print and return the median speeds of
+    "ours" and of "transformers" in tokens a second."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -73,22 +57,29 @@ def run(folder: str, precision: str, rows: int, new: int, turns: int) -> dict[st
 
     print(f"{precision}, {rows} answers of {new} tokens", flush=True)
     samplers = {"ours": sample_ours, "transformers": sample_transformers}
-    return compare(samplers, rows * new, turns)
+    speeds = {name: [] for name in samplers}
+    for i in range(turns + 1):
+        for name in list(samplers) if i % 2 == 0 else reversed(samplers):
+            began = time.perf_counter()
+            samplers[name](i)
+            speeds[name].append(rows * new / (time.perf_counter() - began))
+    medians = {}
+    for name, (_, *timed) in speeds.items():
+        medians[name] = statistics.median(timed)
+        span = f"({min(timed):,.0f} to {max(timed):,.0f})"
+        print(f"{name:<12} {medians[name]:8,.0f} useful tokens/s  {span}", flush=True)
+    return medians
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--rows", type=int, default=32, help="answers at once")
     parser.add_argument("--new", type=int, default=40, help="tokens of an answer")
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each side")
     args = parser.parse_args()
-    torch.manual_seed(1)
     for precision in ("bf16-true", "32-true"):
         run(args.model, precision, args.rows, args.new, args.turns)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":

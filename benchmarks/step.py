@@ -6,10 +6,9 @@ Each row is a process, from the command through one step to the exported model. 
 of the process, libraries included.
 """
 
-import random
 import resource
 
-from vs_trl import HERE, model_folder, ours, print_cells, random_words, write_records
+from vs_trl import HERE, make_records, model_folder, ours, print_cells, print_head, write_records
 
 SHAPE = (1, 64, 1, 4096)  # layers, width, heads, vocabulary
 TOKENS = 20  # of a prompt, and of a completion with its EOS
@@ -17,11 +16,7 @@ TOKENS = 20  # of a prompt, and of a completion with its EOS
 
 def measure(n: int) -> tuple[float, float]:
     """A run on n ratings of random words. -> its CPU seconds and its peak memory in GiB"""
-    rng = random.Random(1)
-    records = []
-    for i in range(n):
-        prompt, completion = (random_words(rng, SHAPE[3], k) for k in (TOKENS, TOKENS - 1))
-        records.append({"prompt": prompt, "completion": completion, "label": bool(i % 2)})
+    records = make_records("kto", n, SHAPE[3], TOKENS, TOKENS - 1, spread=0)
     settings = {
         "model": model_folder("records", SHAPE),
         "data.train": write_records("records", records),
@@ -37,8 +32,7 @@ def measure(n: int) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    print_cells("records of 20 + 20 tokens", "CPU seconds", "peak GiB")
-    print_cells(*["---"] * 3)
+    print_head("records of 20 + 20 tokens", "CPU seconds", "peak GiB")
     for n in (1000, 10_000, 100_000, 1_000_000):
         seconds, peak = measure(n)
         print_cells(f"{n:,}", f"{seconds:.1f}", f"{peak:.2f}")

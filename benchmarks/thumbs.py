@@ -1,8 +1,7 @@
 """How many thumbs until held-out answers follow? SmolLM2-135M and a stand-in person who wants short answers.
 
     python examples/smollm2.py                  # the model, once
-    python benchmarks/thumbs.py run             # what is missing, one run after the other
-    python benchmarks/thumbs.py table           # the table for RESULTS.md
+    python benchmarks/thumbs.py                 # the table; missing runs run first, one after the other
 
 A run does as a user of python -m rate: the model answers questions about things, each answer gets a thumb, and the
 command that the page shows trains on the thumbs (config/thumbs.yaml, with its class weights). The person gives a thumb
@@ -15,17 +14,27 @@ run again. Everything else is in out/thumbs/. A step of 8 answers takes 13 s on 
 All runs of one seed take about 90 minutes, half of them for 320 thumbs.
 """
 
-import argparse
 import random
 import statistics
 import sys
-from functools import partial
+from itertools import product
 from pathlib import Path
 
-from vs_trl import HERE, print_cells, read_lines, run_once, run_process, write_records
+from vs_trl import (
+    HERE,
+    print_cells,
+    print_head,
+    read_lines,
+    run_once,
+    run_process,
+    write_records,
+)
 
 RESULTS = HERE / "thumbs.jsonl"
 OUT = HERE.parent / "out" / "thumbs"
+MODEL = HERE.parent / "out" / "smollm2-135m"
+SEEDS = (1, 2, 3, 4, 5)
+THUMBS = (0, 20, 40, 80, 160, 320)
 TOKENS, TEMPERATURE = 48, 0.7
 FEWEST_WORDS = 3
 ASKED = ("In one sentence, what is {}?", "In a few words: what is {} for?")
@@ -66,16 +75,14 @@ def answers(folder: Path, prompts: list[str], seed: int, out: Path) -> list[dict
     return read_lines(out)
 
 
-def rated(model: Path, seed: int, n: int) -> list[dict]:
+def rated(seed: int, n: int) -> list[dict]:
     """The first n ratings of a seed."""
     prompts = []
     for things in (TRAINED, ADDED):
         some = questions(things)
         random.Random(seed).shuffle(some)
         prompts += some
-    if n > len(prompts):
-        raise SystemExit(f"--thumbs {n}: there are {len(prompts)} questions")
-    rows = answers(model, prompts[:n], seed, OUT / f"answers-{seed}-{n}.jsonl")
+    rows = answers(MODEL, prompts[:n], seed, OUT / f"answers-{seed}-{n}.jsonl")
     return [row | {"label": thumb(row)} for row in rows]
 
 
@@ -91,48 +98,29 @@ def held_out(folder: Path, seed: int, name: str) -> dict:
     return counts | {"words": round(words, 1)}
 
 
-def run(model: Path, thumbs: int, seed: int) -> dict:
+def run(thumbs: int, seed: int) -> dict:
     """Rate, train by the command that the page shows, and check. -> its results"""
     from rate.desk import training_command
 
     OUT.mkdir(parents=True, exist_ok=True)
     name = f"{seed}-{thumbs}"
     if thumbs == 0:
-        return held_out(model, seed, name)
-    rows = rated(model, seed, thumbs)
+        return held_out(MODEL, seed, name)
+    rows = rated(seed, thumbs)
     file = Path(write_records(f"ratings-{name}", rows))
     out = OUT / f"run-{name}"
-    command = [sys.executable, *training_command(str(model), file)[1:], f"--out_dir={out}"]
+    command = [sys.executable, *training_command(str(MODEL), file)[1:], f"--out_dir={out}"]
     command += [f"--seed={seed}", "--precision=32-true", "--resume=auto", "--val_interval=null"]
     run_process(command)
-    labels = [row["label"] for row in rows]
-    counts = {"up": sum(labels), "down": labels.count(False)}
-    return counts | held_out(out / "final", seed, name)
-
-
-def print_table() -> None:
-    print_cells("thumbs", "seed", "up, down", "open questions", "asked to be short", "words")
-    print_cells(*["---"] * 6)
-    for row in sorted(read_lines(RESULTS), key=lambda row: (row["thumbs"], row["seed"])):
-        shares = [f"{up} of {n} ({up / n:.0%})" for up, n in (row["open"], row["asked"])]
-        counts = f"{row.get('up', 0)}, {row.get('down', 0)}"
-        print_cells(row["thumbs"], row["seed"], counts, *shares, row["words"])
+    return held_out(out / "final", seed, name)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["run", "table"])
-    parser.add_argument("--model", type=Path, default=HERE.parent / "out" / "smollm2-135m")
-    parser.add_argument("--thumbs", default="0,40,160,20,80,320", help="in this order")
-    parser.add_argument("--seeds", default="1,2,3,4,5")
-    args = parser.parse_args()
-    if args.what == "table":
-        return print_table()
-    for seed in map(int, args.seeds.split(",")):
-        for n in map(int, args.thumbs.split(",")):
-            run_once(RESULTS, {"thumbs": n, "seed": seed}, partial(run, args.model))
+    print_head("seed", "thumbs", "open questions", "asked to be short", "words")
+    for seed, n in product(SEEDS, THUMBS):
+        row = run_once(RESULTS, run, thumbs=n, seed=seed)
+        shares = [f"{up} of {n} ({up / n:.0%})" for up, n in (row["open"], row["asked"])]
+        print_cells(seed, row["thumbs"], *shares, row["words"])
 
 
 if __name__ == "__main__":

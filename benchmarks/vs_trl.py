@@ -23,7 +23,6 @@ printed from there and not run again. On a GPU both sides use the GPU.
 import argparse
 import csv
 import json
-import os
 import random
 import resource
 import statistics
@@ -32,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -51,24 +51,21 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 # on CUDA TRL runs the head on completion tokens only; "completion-only head": on a CPU, too
 TRL = ("best", "completion-only head")
 
-HEAD = ("cell", "beside", "speed", "range", "our peak GiB", "theirs", "memory", "loss off by")
-
 # ---- the model and the records of both sides -----------------------------------------------------
 
 
-def make_records(kind: str, size: str, profile: str) -> list[dict]:
-    """Records of random words for a warm-up step and the timed steps. Lengths are log-normal (sigma
-    0.5) with the profile's medians, and at most three times the median."""
+def make_records(kind: str, n: int, vocab: int, x: int, y: int, spread: float = 0.5) -> list[dict]:
+    """n records of random words. Prompts have a median of x words, completions of y. Lengths are log-normal (sigma:
+    spread), and at most three times the median. Prompt and completion fit into 1,000 tokens."""
     rng = random.Random(1)
-    x, y = PROFILES[profile]
-    vocab = SIZES[size][3]
 
     def text(median):
-        n = min(3 * median, 1000 - 3 * y, max(4, round(rng.lognormvariate(0, 0.5) * median)))
-        return random_words(rng, vocab, n)
+        length = round(rng.lognormvariate(0, spread) * median)
+        length = min(3 * median, 1000 - 3 * y, max(4, length))
+        return " ".join(f"w{rng.randrange(1, vocab)}" for _ in range(length))  # see save_words
 
     records = []
-    for i in range(BATCH * (STEPS.get(size, 5) + 1)):
+    for i in range(n):
         record = {"prompt": text(x)}
         if kind == "kto":
             record |= {"completion": f" {text(y)}", "label": bool(i % 2)}
@@ -76,11 +73,6 @@ def make_records(kind: str, size: str, profile: str) -> list[dict]:
             record |= {"chosen": f" {text(y)}", "rejected": f" {text(y)}"}
         records.append(record)
     return records
-
-
-def random_words(rng: random.Random, vocab: int, n: int) -> str:
-    """Words of save_words: each is a token."""
-    return " ".join(f"w{rng.randrange(1, vocab)}" for _ in range(n))
 
 
 def write_records(name: str, records: list[dict]) -> str:
@@ -172,7 +164,9 @@ def run_trl(spec: dict) -> dict:
 
     settings of the spec are fields of TRL's config, lr has the learning rate of each step, and final is a folder for
     the trained model."""
-    command = [environment(), __file__, "--trl", json.dumps(spec)]
+    python = OUT / "venv" / "bin" / "python"
+    python = str(python) if python.exists() else sys.executable
+    command = [python, __file__, "--trl", json.dumps(spec)]
     return json.loads(run_process(command).splitlines()[-1])
 
 
@@ -234,46 +228,39 @@ def trl(spec: dict) -> None:
     print(json.dumps({"losses": losses, "seconds": ends[-1] - ends[0], "peak_gib": peak}))
 
 
-def environment() -> str:
-    """The Python that has TRL: that of out/vs_trl/venv if it exists, otherwise this one."""
-    python = OUT / "venv" / "bin" / "python"
-    return str(python) if python.exists() else sys.executable
-
-
 # ---- taking turns --------------------------------------------------------------------------------
 
 
-def run_cell(kind: str, size: str, profile: str, precision: str, others: list[str]) -> list[dict]:
-    """Run a cell with this tree and with others, names of TRL or a tree. -> a row of results for each"""
-    records = make_records(kind, size, profile)
+def run_cell(cell: list[str], trl: str) -> dict:
+    """Run a cell with this tree and with another side: one of TRL, or a tree. -> its results"""
+    kind, size, profile, precision = cell
+    x, y = PROFILES[profile]
+    records = make_records(kind, BATCH * (STEPS.get(size, 5) + 1), SIZES[size][3], x, y)
     spec = {
         "kind": kind,
         "precision": precision,
         "records": write_records(f"{kind}-{size}-{profile.replace('/', '-')}", records),
         "model": model_folder(size, SIZES[size]),
-        "completion": PROFILES[profile][1],
+        "completion": y,
         "batch": BATCH,
     }
-    here = str(HERE.parent)
-    results = {name: [] for name in [here, *others]}
+    results = {str(HERE.parent): [], trl: []}
     for i in range(PAIRS.get(size, 5)):
         for name in list(results) if i % 2 == 0 else reversed(results):
             results[name].append(side(name, spec))
-    rows = []
-    for name in others:
-        sides = results[here], results[name]
-        our_losses, their_losses = (results_of[0]["losses"] for results_of in sides)
-        loss_off = max(abs(a - b) / abs(b) for a, b in zip(our_losses, their_losses))
-        ratios = [b["seconds"] / a["seconds"] for a, b in zip(*sides)]
-        seconds = [statistics.median(r["seconds"] for r in results_of) for results_of in sides]
-        peaks = [statistics.median(r["peak_gib"] for r in results_of) for results_of in sides]
-        rows.append({
-            "cell": [kind, size, profile, precision], "trl": name,
-            "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)],
-            "seconds": seconds, "peak_gib": peaks, "loss_off": loss_off,
-            "losses": [our_losses[-1], their_losses[-1]],
-        })  # fmt: skip
-    return rows
+    sides = list(results.values())
+    our_losses, their_losses = (results_of[0]["losses"] for results_of in sides)
+    ratios = [b["seconds"] / a["seconds"] for a, b in zip(*sides)]
+    return {
+        "cell": cell,
+        "trl": trl,
+        "ratio": statistics.median(ratios),
+        "range": [min(ratios), max(ratios)],
+        "seconds": [statistics.median(r["seconds"] for r in results_of) for results_of in sides],
+        "peak_gib": [statistics.median(r["peak_gib"] for r in results_of) for results_of in sides],
+        "loss_off": max(abs(a - b) / abs(b) for a, b in zip(our_losses, their_losses)),
+        "losses": [our_losses[-1], their_losses[-1]],
+    }
 
 
 def refuse_other_training(row: dict) -> None:
@@ -289,15 +276,20 @@ def refuse_other_training(row: dict) -> None:
 def print_result(row: dict) -> None:
     """Print a row of results (see run_cell) in the table."""
     low, high = row["range"]
-    our_peak, their_peak = row["peak_gib"]
-    peaks = [f"{x:.2f}" for x in (our_peak, their_peak, our_peak / their_peak)]
-    cells = [" ".join(row["cell"]), row["trl"], f"{row['ratio']:.2f}", f"{low:.2f} to {high:.2f}"]
-    print_cells(*cells, *peaks, f"{row['loss_off']:.0e}")
+    ours, theirs = row["peak_gib"]
+    speed = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+    memory = f"{ours:.2f}, {theirs:.2f}"
+    print_cells(" ".join(row["cell"]), row["trl"], speed, memory, f"{row['loss_off']:.0e}")
 
 
 def print_cells(*cells) -> None:
     """Print a row of a table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def print_head(*names: str) -> None:
+    print_cells(*names)
+    print_cells(*["---"] * len(names))
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -310,38 +302,31 @@ def add_line(file: Path, row: dict) -> None:
         f.write(json.dumps(row) + "\n")
 
 
-def run_once(file: Path, key: dict, run: Callable[..., dict]) -> None:
-    """Run what a key names, unless the file has its row of results: run(**key) returns the rest of it."""
-    if not any(row | key == row for row in read_lines(file)):
-        print(f"{', '.join(map(str, key.values()))} ...", flush=True)
-        row = key | run(**key)
-        add_line(file, row)
-        print(row, flush=True)
+def run_once(file: Path, run: Callable[..., dict], **key) -> dict:
+    """The row of results of what a key names. If the file does not have it, run(**key) returns the rest of the row,
+    which is added to the file."""
+    for row in read_lines(file):
+        if row | key == row:
+            return row
+    row = key | run(**key)
+    add_line(file, row)
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("words", nargs="*", help="run only the cells that have all of these words")
     parser.add_argument("--beside", type=Path, help="another tree of this project, instead of TRL")
     args = parser.parse_args()
-    known = [] if args.beside else read_lines(RESULTS)
-    print_cells(*HEAD)
-    print_cells(*["---"] * len(HEAD))
-    for cell in product(["kto", "dpo"], SIZES, PROFILES, PRECISIONS):
-        if not set(args.words) <= set(cell):
-            continue
-        rows = [r for r in known if r["cell"] == list(cell)]
-        if not rows:
-            others = [str(args.beside.resolve())] if args.beside else TRL
-            rows = run_cell(*cell, others)
-        for row in rows:
+    run = run_cell if args.beside else partial(run_once, RESULTS, run_cell)
+    others = [str(args.beside.resolve())] if args.beside else TRL
+    print_head("cell", "beside", "speed", "peak GiB: ours, theirs", "loss off by")
+    cells = product(["kto", "dpo"], SIZES, PROFILES, PRECISIONS)
+    for cell, other in product(cells, others):
+        if set(args.words) <= set(cell):
+            row = run(cell=list(cell), trl=other)
             print_result(row)
             refuse_other_training(row)
-            if row not in known and not args.beside:
-                add_line(RESULTS, row)
-    print(f"\n{os.cpu_count()} cores, Python {sys.version.split()[0]}")
 
 
 if __name__ == "__main__":
