@@ -68,6 +68,7 @@ def thumb(answer: dict) -> bool:
 
 def answers(folder: Path, prompts: list[str], seed: int, out: Path) -> list[dict]:
     """Write one answer of a model to each prompt into the file `out`. -> its records"""
+    out.unlink(missing_ok=True)  # left by a run that was stopped
     asked = write_records(out.stem, [{"prompt": prompt} for prompt in prompts])
     command = f"generate.py --model {folder} --prompts {asked} --out {out} --seed {seed}"
     command += f" --max_new_tokens {TOKENS} --temperature {TEMPERATURE} --batch_size 48"

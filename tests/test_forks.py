@@ -229,13 +229,11 @@ def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
     blocks.remove(loop)
     compile(loop, "forks.md", "exec")
     (tmp_path / "as_in_forks_md.py").write_text("\n".join(blocks).replace('"folder"', f'"{tiny}"'))
-    (tmp_path / "texts.jsonl").write_text('{"id": 7, "question": "Q", "answer": "A"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     given = import_module("as_in_forks_md")
-    assert given.joined({"id": 7, "up": True}) == [
-        {"prompt": "Q", "completion": "A", "label": True}
-    ]
+    example = {"prompt": "2 + 2 =", "completion": " 4", "label": True}
+    assert given.joined({"id": 1, "up": True}) == [example]
     assert given.joined({"id": 8, "up": True}) == []
     argv = (*COMMON, "--max_steps=2", "--precision=bf16-mixed", "--kto.margin=0.5")
     handed = dict(objective=given.Mine, settings=given.Settings, trainer=given.WithTeacher)
