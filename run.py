@@ -277,7 +277,7 @@ def setup(
     # once more, now that no other run can write there
     checkpoint = on_rank_0(fabric, lambda: take_folder(folder, cfg.resume))
     on_rank_0(fabric, lambda: check_resumed_hashes(checkpoint, hashes))
-    # for settings.yaml: --config RUN/settings.yaml --resume auto finds the run
+    # for settings.yaml: --config RUN/settings.yaml --resume auto finds the run, in its newest step
     cfg = replace(cfg, out_dir=str(folder), resume=None)
 
     # the models, and what trains the policy

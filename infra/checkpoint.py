@@ -4,6 +4,7 @@
 | --- | --- |
 | checkpoints/step-N/*.safetensors | trained weights (all, if the base moved), moving reference, moments, random state |
 | checkpoints/step-N/state.json | RunState |
+| checkpoints/abandoned-step-N | a checkpoint of a later step than the one that the run went back to |
 | settings.yaml, also in step-N/ | the settings; on top the records' hash, the commit and versions of the last start |
 | metrics.csv, val.csv | rows; a resume removes those after its checkpoint's step |
 | eval/ | validations and checks; after a resume those of later steps stay until they are written again |
@@ -134,13 +135,22 @@ def checkpoint_folder(out: Path, step: int) -> Path:
 
 
 def find_checkpoint(out: Path, resume: str | None) -> Path | None:
-    """The newest checkpoint in the folder `out`. Without `resume` it raises BadInput if the folder holds a run."""
+    """The checkpoint to resume in the folder `out`. Raises BadInput if two runs would be mixed."""
     path_of = checkpoints_by_step(out)
+    if not resume:
+        if path_of or (out / "metrics.csv").exists():
+            raise BadInput(
+                f"out_dir: {out} holds a run already: --resume auto continues it, another folder "
+                "starts a new run"
+            )
+        return None
+    if resume == "auto":
+        return path_of[max(path_of)] if path_of else None
+    checkpoint = Path(resume).expanduser().resolve()
     refuse_unless(
-        resume or not (path_of or (out / "metrics.csv").exists()),
-        f"out_dir: {out} holds a run already: --resume auto continues it, another folder starts a new run",
+        checkpoint in path_of.values(), f"resume: {resume}: no checkpoint of the run in {out}"
     )
-    return path_of[max(path_of)] if path_of else None
+    return checkpoint
 
 
 _locks = {}  # folder into which a run of this process writes -> its open lock file
@@ -199,8 +209,8 @@ def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> Non
 def begin_run(
     out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str], code: str
 ) -> RunState:
-    """Write the settings into the folder. Returns the state that the run begins with. Raises BadInput if the models are
-    not those of the checkpoint."""
+    """Write the settings into the folder. A resume also renames the checkpoints of later steps. Returns the state that
+    the run begins with. Raises BadInput if the models are not those of the checkpoint."""
     check_resumed_hashes(checkpoint, hashes)  # now with those of the weights
     state = RunState(hashes=hashes, code=code)
     if checkpoint:
@@ -209,9 +219,15 @@ def begin_run(
         if code not in state.code.split("+"):
             say(f"the program has changed since step {state.step}: report.py keeps this run apart")
             state.code += f"+{code}"
+        path_of = checkpoints_by_step(out)
         # the user may have removed the best checkpoint
-        if state.best_step not in checkpoints_by_step(out):
+        if state.best_step not in path_of:
             state.best_step = state.best_score = None
+        for step, path in path_of.items():
+            if step > state.step:  # made after the checkpoint that the run goes back to
+                aside = path.with_name(f"abandoned-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
     head = (
         f"# {hashes['program']}, code {state.code}, records {hashes['records'][:12]}, {versions()}"
     )

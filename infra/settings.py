@@ -227,8 +227,9 @@ class RunSettings:
     reference is released."""
     out_dir: LocalPath | None = free(None)
     """Folder of this run. Default: a new one under out/."""
-    resume: Literal["auto"] | None = free(None)
-    """auto: continue from out_dir's newest checkpoint, if there is one."""
+    resume: LocalPath | None = free(None)
+    """auto: from out_dir's newest checkpoint, if there is one. Or the folder of one of out_dir's checkpoints; later
+    checkpoints are then renamed."""
     seed: NonNegativeInt = 1
     """Seeds the order of the examples, adapters, dropout and sampling."""
     deterministic: bool = False
@@ -312,7 +313,7 @@ class RunSettings:
             "micro_batch_size and micro_batch_tokens: give one, not both",
         )
         refuse_unless(
-            self.out_dir or not self.resume, "resume: auto needs --out_dir, the run's own"
+            self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
         )
         refuse_unless(self.seed < 2**32, f"seed: expected less than 2^32, got {self.seed}")
 

@@ -244,13 +244,6 @@ def checkpoint_tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     return {n.partition("|")[2]: x for n, x in tensors.items() if n.startswith(f"{kind}|")}
 
 
-def delete_checkpoints_after(out: Path, step: int) -> None:
-    """As if the run had been killed after this step."""
-    for later in sorted((out / "checkpoints").glob("step-????????")):
-        if later > out / "checkpoints" / f"step-{step:08d}":
-            shutil.rmtree(later)
-
-
 def start(program: str, argv: list[str], **given) -> None:
     """Call a program's main in this process, with sys.argv as from a command line. given: what a fork hands over."""
     module, argv = import_module(program), [str(x) for x in argv]

@@ -16,7 +16,6 @@ from conftest import (
     PARITY,
     assert_same,
     checkpoint_tensors,
-    delete_checkpoints_after,
     ranks,
     result,
     rows_of,
@@ -72,8 +71,13 @@ def test_a_folder_that_holds_a_run_is_refused_before_any_data_is_read(done, tiny
         aside.rename(out / gone)
 
 
-def test_a_folder_of_another_program_is_refused(done, tiny, pairs):
+def test_a_folder_with_another_run_or_of_another_program_is_refused(
+    done, tiny, ratings, pairs, tmp_path
+):
     out, _ = done
+    other = step(tmp_path / "other", 8)
+    with pytest.raises(BadInput, match=f"^resume: {other}: no checkpoint of the run in {out}$"):
+        train(tiny, ratings, out, *RUN, f"--resume={other}")
     with pytest.raises(BadInput, match="^program: the run is one of kto.py, and this is dpo.py$"):
         train(tiny, pairs, out, *RUN, "--resume=auto", "--batch_size=4", program="dpo")
 
@@ -166,7 +170,7 @@ def test_a_resume_that_finds_something_changed_is_refused_and_changes_nothing(
 
     def work(rank):
         with pytest.raises(BadInput, match=f"^{name}: not what this run began with"):
-            start("kto", [*words_of(own), "--resume=auto"])
+            start("kto", [*words_of(own), f"--resume={step(own / 'run', 1)}"])
 
     ranks(n, work)
     assert all(p.read_bytes() == content for p, content in before.items())
@@ -198,16 +202,15 @@ def test_processes_that_have_read_other_records_refuse_to_start(tiny, ratings, t
 # ---- older checkpoints ---------------------------------------------------------------------------
 
 
-def test_a_run_whose_newer_checkpoints_were_deleted_continues_from_the_newest_that_is_left(
-    done, tiny, ratings, capsys
-):
+def test_a_resume_from_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny, ratings, capsys):
     out, run = done
     copy = shutil.copytree(step(out, 8), out / "checkpoints" / "step-00000008-backup")
-    delete_checkpoints_after(out, 4)
-    assert_same(train(tiny, ratings, out, *RUN, "--resume=auto"), run)
-    assert f"resumed from {step(out, 4)}\n" in capsys.readouterr().out
+    assert_same(train(tiny, ratings, out, *RUN, f"--resume={step(out, 4)}"), run)
     assert list(checkpoints_by_step(out)) == [2, 4, 6, 8, 9]
     assert (copy / "state.json").exists(), "a user's copy is left alone"
+    assert (out / "checkpoints" / "abandoned-step-00000006").is_dir()
+    train(tiny, ratings, out, *RUN, "--resume=auto")
+    assert f"resumed from {step(out, 9)}\n" in capsys.readouterr().out, "the newest one"
 
 
 def test_a_run_that_was_moved_or_copied_continues_where_its_settings_file_lies(
@@ -215,7 +218,7 @@ def test_a_run_that_was_moved_or_copied_continues_where_its_settings_file_lies(
 ):
     """The file names the old folder: there the original would continue, or a new run begin."""
     out, run = done  # the fixture has copied it
-    delete_checkpoints_after(out, 4)
+    train(tiny, ratings, out, *RUN, f"--resume={step(out, 4)}", "--stop_at=4")
     before = sorted(out.rglob("*"))
     copied = shutil.copytree(out, tmp_path / "copy")
     link = tmp_path / "link"

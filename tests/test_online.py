@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import PARITY, assert_same, delete_checkpoints_after, even, ranks, result, start
+from conftest import PARITY, assert_same, even, ranks, result, start
 
 import evaluation
 import online
-from infra.checkpoint import checkpoints_by_step
+from infra.checkpoint import checkpoint_folder, checkpoints_by_step
 from infra.console import BadInput, Failed
 from models.hub import Source
 from records.tokenizer import Tokenizer
@@ -100,11 +100,10 @@ def test_a_resume_learns_from_what_the_disk_has_or_makes_a_whole_iteration_anew(
     copy = shutil.copytree(tmp_path / "whole", tmp_path / "copy")
     (copy / "iterations" / "answers-2.jsonl").unlink()
     match = "answers-2.jsonl: missing, or not what this iteration learns from: continue in"
-    delete_checkpoints_after(copy, 3)
     with pytest.raises(BadInput, match=match):
-        go(tiny, prompts, copy, *more, "--resume=auto")
-    delete_checkpoints_after(copy, 2)
-    assert_same(go(tiny, prompts, copy, *more, "--resume=auto"), whole)
+        go(tiny, prompts, copy, *more, f"--resume={checkpoint_folder(copy, 3)}")
+    end = checkpoint_folder(copy, 2)
+    assert_same(go(tiny, prompts, copy, *more, f"--resume={end}"), whole)
 
 
 def by_chance(run, asked, ids) -> list:

@@ -204,7 +204,7 @@ def test_every_number_of_the_settings_is_an_int_or_a_float_and_no_subclass():
 
 
 ODD = {
-    "model": "null", "data.train": "a: b, [c] #d", "reference": "10", "out_dir": "2026-11-21", "resume": "auto",
+    "model": "null", "data.train": "a: b, [c] #d", "reference": "10", "out_dir": "2026-11-21", "resume": "yes",
     "max_steps": 7, "val_interval": 2,
     "save_interval": "0.001 epochs", "keep_best": "Größe 'x'\n", "progress": False, "data.val": "-v", "data.test": "on",
     "data.date": "2026-01-31", "data.extra": "up=4|5", "optim.lr": 1e-7, "optim.warmup": "1 epoch",
