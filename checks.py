@@ -322,15 +322,10 @@ def check_finite(
     pairs = zip(step.examples, losses)
     bad = [example.where for example, loss in pairs if not math.isfinite(loss)]
     which = ", ".join(bad[:8]) or "not the loss of any one example"
-    advice = "a resume does this step again: start a new run with a smaller optim.lr"
-    if step_number == 1:
-        advice = (
-            "no update has been made, so optim.lr is not the cause: here, without a --reference, all "
-            "log-ratios are 0, and the loss, its gradient and z must be finite"
-        )
     raise Failed(
         f"step {step_number}: not finite (gradient norm, sum of z, of losses: {numbers}): {which}; the "
-        f"weights are unchanged; {advice}"
+        "weights are unchanged, and a resume does this step again: start a new run with a smaller optim.lr, or, at "
+        "step 1, look for the fault in the loss, where no update has been made and log-ratios are still 0"
     )
 
 

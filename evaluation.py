@@ -4,7 +4,6 @@ Reading order: Evaluator (answers and their verdicts); validate (a row of val.cs
 other programs load: final, best, final_adapter).
 """
 
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -168,14 +167,12 @@ class Evaluator:
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
     def compare(self, step: int) -> None:
-        """Copy the check of the last step to eval/after.json, and print its accuracy and some of its answers with
-        those from before the run. On rank 0."""
+        """Print the accuracy of the check of the last step and some of its answers, with those from before the run. On
+        rank 0."""
         before = self.file(0)
-        last = self.file(step)
-        if self.fabric.global_rank == 0 and last.exists():
-            shutil.copyfile(last, last.with_name("after.json"))
-            if before.exists():
-                say(format_before_after(read_json(before), read_json(last)))
+        after = self.file(step)
+        if self.fabric.global_rank == 0 and before.exists() and after.exists():
+            say(format_before_after(read_json(before), read_json(after)))
 
 
 # ---- before and after ----------------------------------------------------------------------------
@@ -236,13 +233,13 @@ def short(text: str) -> str:
 OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as long as sampling them
 
 
-def validate(loop: "Trainer", plan: Plan) -> bool:
+def validate(loop: "Trainer", plan: Plan) -> None:
     """Write a row of val.csv, samples, and the checker's accuracy; after the run's last step they are those of
-    the weights that are exported. -> whether the row is the best so far by keep_best"""
+    the weights that are exported. If the row is the best so far by keep_best, the step is saved."""
     run = loop.run
     step_number = run.state.step
     if not run.examples["val"]:
-        return False
+        return
     run.state.unvalidated = True
     # Saved before the checker is asked, because it may be slow and may fail. A resume validates again.
     save_is_due = step_number == plan.end or is_due(step_number, run.cfg.save_interval, plan)
@@ -261,7 +258,8 @@ def validate(loop: "Trainer", plan: Plan) -> bool:
     run.logger.validation(step_number, row, samples)
     if is_saved:
         run.save_state()
-    return is_best
+    elif is_best:
+        run.save()
 
 
 def checker_is_due(run: "Run", plan: Plan) -> bool:

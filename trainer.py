@@ -68,12 +68,11 @@ class Trainer:
         for step, micro_batches in self.steps(examples, plan):
             self.train_step(step, micro_batches, plan)
             step_number = run.state.step
-            is_best = False
             val_is_due = is_due(step_number, run.cfg.val_interval, plan)
             if val_is_due or evaluation.checker_is_due(run, plan):
-                is_best = evaluation.validate(self, plan)
+                evaluation.validate(self, plan)
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
-            if is_best or save_is_due or step_number == plan.end:
+            if save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
             if run.objective.needs_reference:
                 run.logger.health(step_number, plan, len(run.examples["val"]))

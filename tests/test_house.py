@@ -85,10 +85,10 @@ def test_every_package_that_is_imported_is_declared():
 # in the same commit and says why.
 BUDGETS = {
     "attention.py": 2_090,
-    "checks.py": 2_670,
+    "checks.py": 2_655,
     "data.py": 2_420,
     "dpo.py": 1_070,
-    "evaluation.py": 2_350,
+    "evaluation.py": 2_335,
     "export.py": 710,  # what a run exports at its end, which was in evaluation.py
     "generate.py": 1_375,
     "head.py": 1_350,
@@ -105,7 +105,7 @@ BUDGETS = {
     "sampler.py": 2_420,  # rows of the cache move into gaps, which costs no copy of all rows
     "spin.py": 1_120,
     "sweep.py": 640,  # a program that does not exist is one line
-    "trainer.py": 2_880,  # the reference names the tokens of Objective.top_k
+    "trainer.py": 2_875,  # the reference names the tokens of Objective.top_k
     "infra/": 13_280,  # the signs of a sick run (health.py); a resume from an older checkpoint
     "models/": 10_710,
     "records/": 11_600,  # JSON that is nested too deeply is one line
@@ -116,7 +116,7 @@ BUDGETS = {
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 37
-TOKENS_OF_A_RUN = 58_270
+TOKENS_OF_A_RUN = 58_230
 
 
 def n_tokens(file: Path) -> int:
