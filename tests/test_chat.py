@@ -238,20 +238,11 @@ def test_a_byte_order_mark_before_a_text_file_changes_nothing(name, tiny, tmp_pa
     assert "'<|im_start|>user\\nHi<|im_end|>" in said[0]
 
 
-def test_a_template_that_ends_no_answer_is_said(tiny, tmp_path, shown):
-    """GLM's closes a turn by the next turn's mark."""
-    model = shutil.copytree(tiny, tmp_path / "glm")
-    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    (model / "chat_template.jinja").write_text(template)
-    source = write(tmp_path / "d.jsonl", rated([user("Hi")], [bot("Ho")]))
-    assert "the chat template writes nothing that ends an answer" in shown(source, "--model", model)
-
-
 # ---- all that a record says is written -----------------------------------------------------------
 
 
-def tool_record(calls: list, rated_call: bool) -> dict:
-    question, call = user("Weather in Paris?"), bot("", tool_calls=calls)
+def tool_record(calls: list, rated_call: bool, content: str | None = "") -> dict:
+    question, call = user("Weather in Paris?"), bot(content, tool_calls=calls)
     if rated_call:
         return {"prompt": [question], "completion": [call], "tools": TOOLS}
     return {"prompt": [question, call, RESULT], "completion": [bot("It is 21.")], "tools": TOOLS}
@@ -274,22 +265,19 @@ def test_arguments_as_a_text_of_json_are_written_as_those_of_an_object(real, ids
             assert sum(ids(tool_record([call], rated_call), t), []) == theirs
 
 
-@pytest.mark.parametrize(
-    "content", ["m.content", "m.content.strip()", "('' if not m.content else m.content)"]
-)
-def test_null_beside_a_call_is_written_as_no_text(tmp_path, content):
+def test_null_beside_a_call_is_written_as_no_text(tmp_path):
     """OpenAI's form. GLM-4.5's template writes None, and those of Qwen3 and gpt-oss raise an error."""
-    template = tokens.CHATML.replace("m['content']", f"({content})|string + m.tool_calls|string")
-    template = "{{ tools }}" + template.replace("m.tool_calls", "(m.tool_calls or '')")
+    template = (
+        "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content.strip() }}{{ m.tool_calls or '' }}\n"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     t = Tokenizer(Source(tokens.folder(tmp_path / "t", chat_template=template)))
     for rated_call in (True, False):
-        record = tool_record(CALLS, rated_call) | {"label": True}
-        turns = record["prompt"] + record["completion"]
-        theirs = t.hf.apply_chat_template(turns, tools=TOOLS, tokenize=False)
-        (call,) = (turn for turn in turns if turn.get("tool_calls"))
-        call["content"] = None
-        prompt, (answer,) = t.render(understand_record(record, "rated"))
-        assert prompt + answer == theirs
+        texts = []
+        for content in ("", None):
+            record = tool_record(CALLS, rated_call, content) | {"label": True}
+            texts.append(t.render(understand_record(record, "rated")))
+        assert texts[0] == texts[1]
 
 
 LOOK = bot("Let me look.", tool_calls=CALLS)
@@ -371,10 +359,14 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
     assert shown(source, "--model", base).startswith("train: ")
     t.end_as_the_template_does()
     assert t.stops == both
-    letters = shutil.copytree(tiny, tmp_path / "letters")
-    tokens.folder(letters, chat_template=tokens.CHATML)
-    end = r"the chat template ends an answer in '<|im_end|>\n', which is no token"
-    assert end in shown(source, "--model", letters)
+    glm = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    no_token = tokens.CHATML.replace("<|im_end|>", "[END]")
+    for template, line in (
+        (no_token, r"the chat template ends an answer in '[END]\n', which is no token"),
+        (glm, "the chat template writes nothing that ends an answer"),
+    ):
+        (base / "chat_template.jinja").write_text(template)
+        assert line in shown(source, "--model", base)
 
 
 def test_an_export_ends_an_answer_where_the_template_does(tiny, tmp_path):
@@ -405,28 +397,19 @@ def test_data_py_shows_a_file_as_a_run_would_see_it(model, tmp_path, shown):
     source = write(tmp_path / "d.jsonl", *[rated([user("Hi")], [bot(x)], x != "x") for x in texts])
     lines = shown(source, "--model", folder, "--max_completion", 9).splitlines()
     assert lines[0] == "train: 4 examples of 1 prompts, 2 desirable, 2 undesirable"
-    assert lines[3] == (
-        "  1 duplicates, 0 contradictions, 4 by the chat template, 0 prompts cut, 1 completions cut"
-    )
+    assert "1 duplicates, 0 contradictions, 4 by the chat template" in lines[3]
     assert lines[-2] == r"'Could</s> \n'" and json.loads(lines[-1])[2] == 2
-    day = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    (tmp_path / "day.jinja").write_text(day)
-    dated = ("--chat_template", tmp_path / "day.jinja", "--date", "2031-01-31")
-    assert "2031" in shown(source, "--model", folder, *dated)
     pair = write(tmp_path / "p.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"})
     assert "\ntrain: 1 examples of 1 prompts\n" in shown(pair, "--kind", "paired")
 
 
 def test_data_py_shows_the_first_record_of_each_kind_within_80_columns(model, tmp_path, shown):
-    call = bot("", tool_calls=CALLS)
     long = rated([user("word " * 300)], [bot("日本語" * 60)])
-    down = rated([user("Q\n\nR"), call, RESULT], [bot("")], False)
-    source = write(tmp_path / "d.jsonl", long, long, down)
-    out = shown(source, "--model", model("qwen2.5"))
+    down = rated([user("Q\n\nR")], [bot("")], False)
+    out = shown(write(tmp_path / "d.jsonl", long, long, down), "--model", model("qwen2.5"))
     turns = out[out.index("\nup (") : out.index("\n\n'")]
-    assert f"\nup ({source}:1):\n  user      word word" in turns and "more lines]" in turns
-    assert f"\ndown ({source}:3):\n  user      Q\n\n            R\n  assistant (a call" in turns
-    assert turns.endswith("\n  answer    (empty)")
+    assert "d.jsonl:1):\n  user      word word" in turns and "more lines]" in turns
+    assert "d.jsonl:3):\n  user      Q\n\n            R\n  answer    (empty)" in turns
     # not that with pytest's long path
     lines = [line for line in turns.splitlines() if line.startswith("  ")]
     assert max(len(line) + len(re.findall("[日本語]", line)) for line in lines) <= 80

@@ -181,24 +181,19 @@ def test_pairs_with_two_equal_answers_are_counted_and_left_out(tmp_path, kind):
 # ---- tables --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", ["undesirable desirable neutral", "1 0 2"])
+@pytest.mark.parametrize("names", [["undesirable", "desirable", "neutral"], ["1", "0", "2"]])
 def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, names):
-    text = datasets.Value("string")
-    columns = {
-        "prompt": text,
-        "completion": text,
-        "label": datasets.ClassLabel(names=names.split()),
-    }
-    features = datasets.Features(columns)
-    numbers = [0, 1, 2, -1, None]
-    table = datasets.Dataset.from_list([rated(label=i) for i in numbers], features=features)
+    kinds = {"label": datasets.ClassLabel(names=names)}
+    columns = dict.fromkeys(("prompt", "completion"), datasets.Value("string")) | kinds
+    records = [rated(label=i) for i in (0, 1, 2, None)]
+    table = datasets.Dataset.from_list(records, features=datasets.Features(columns))
     table.select([0, 1]).to_parquet(tmp_path / "d.parquet")
-    up = [e.label for e in read(tmp_path / "d.parquet", plain())]
-    assert up == [name in ("desirable", "1") for name in names.split()[:2]]
+    labels = [e.label for e in read(tmp_path / "d.parquet", plain())]
+    assert labels == [name in ("desirable", "1") for name in names[:2]]
     table.save_to_disk(tmp_path / "d")
-    neither, *no_class = refusal(tmp_path / "d", plain())
-    assert "d:3: label: expected true, false" in neither and names.split()[2] in neither
-    assert ["label: missing" in line for line in no_class] == [True, True]
+    neither, no_class = refusal(tmp_path / "d", plain())
+    assert "d:3: label: expected true, false" in neither and names[2] in neither
+    assert "label: missing" in no_class
 
 
 # Writes all that a record can give to a template.
@@ -273,21 +268,13 @@ def test_held_out_ratings_that_are_trained_on_are_counted(tmp_path, capsys):
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def test_a_plain_completion_ends_with_one_eos(tmp_path):
+def test_a_plain_completion_ends_with_one_eos_unless_it_was_cut(tmp_path):
     texts = [rated("ab", " best"), rated("p", ""), rated("a", "b<|endoftext|>")]
-    e, empty, rendered = read(write(tmp_path / "d.jsonl", *texts), plain())
-    assert ids(e) == [ids_of(plain(), "ab"), [262, EOS]] and ids(empty)[1] == [EOS]
-    assert ids(rendered) == [[66], [67, EOS]], "the text's own is not doubled"
-    assert (e.prompt.dtype, e.completions[0].dtype) == (np.int32, np.int32)
-
-
-@pytest.mark.parametrize("tokenizer, prompt", [(plain, "p"), (chat, [user("p")])])
-def test_an_answer_that_was_cut_has_no_end_and_others_have_one(tmp_path, tokenizer, prompt):
-    records = [rated(prompt, "best", cut=cut) for cut in (False, True)]
-    whole, cut = read(write(tmp_path / "d.jsonl", *records), tokenizer())
-    text = ids_of(tokenizer(), "best")
-    assert ids(cut)[1] == text
-    assert ids(whole)[1][: len(text)] == text and len(ids(whole)[1]) > len(text)
+    texts.append(rated("a", "b", cut=True))
+    found = [ids(e) for e in read(write(tmp_path / "d.jsonl", *texts), plain())]
+    assert found[0] == [ids_of(plain(), "ab"), [262, EOS]] and found[1][1] == [EOS]
+    assert found[2] == [[66], [67, EOS]], "the text's own is not doubled"
+    assert found[3] == [[66], [67]]
 
 
 DIALOGUE = rated([user("p")], [bot("c")])
@@ -500,26 +487,27 @@ def test_prompts_that_only_look_alike_are_split_by_themselves(tokenizer, prompts
     assert min(len(parts["train"]), len(parts["val"])) > 18
 
 
-@pytest.mark.parametrize(
-    "given, context, limits",
-    [
-        ((None, None), 101, (50, 51)),
-        ((None, None), 100_000, (1024, 1024)),
-        ((100, None), 128, (100, 28)),
-        ((None, 100), 128, (28, 100)),
-        ((64, 64), 128, (64, 64)),
-        ((65, 64), 128, None),
-        ((None, 128), 128, None),
-    ],
-)
-def test_the_limits_fill_the_context_by_default_and_never_exceed_it(given, context, limits):
-    data = Data("t", max_prompt=given[0], max_completion=given[1])
-    if limits is None:
+LIMITS = [  # max_prompt, max_completion, the context, what they become; None: they are refused
+    (None, None, 101, (50, 51)),
+    (None, None, 100_000, (1024, 1024)),
+    (100, None, 128, (100, 28)),
+    (64, 64, 128, (64, 64)),
+    (65, 64, 128, None),
+    (None, 128, 128, None),
+]
+
+
+@pytest.mark.parametrize("prompt, completion, context, limits", LIMITS)
+def test_the_limits_fill_the_context_by_default_and_never_exceed_it(
+    prompt, completion, context, limits
+):
+    data = Data("t", max_prompt=prompt, max_completion=completion)
+    if limits:
+        filled = with_limits(data, context)
+        assert (filled.max_prompt, filled.max_completion) == limits
+    else:
         with pytest.raises(BadInput, match="exceed the context of 128$"):
             with_limits(data, context)
-        return
-    filled = with_limits(data, context)
-    assert (filled.max_prompt, filled.max_completion) == limits
 
 
 # ---- a step's batch ------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What a run exports (final, best, adapters, shards), loaded by the programs that users load it with."""
 
-import errno
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from conftest import (
     started_ranks,
     train,
 )
-from lightning.fabric import Fabric
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import (
@@ -36,7 +34,7 @@ from tiny_models import (
 )
 
 import evaluation
-from infra import checkpoint, files
+from infra import checkpoint
 from infra.rounding import round_at_random
 from models import load
 from models.hub import find_model
@@ -286,19 +284,14 @@ def test_a_number_is_rounded_to_a_neighbour_and_is_right_on_average(dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20_000, generator=generator) * torch.logspace(-8, 1, 20_000)
     nearest = x.to(dtype)
-    below, above = (
-        torch.nextafter(nearest, torch.full_like(nearest, y)) for y in (-torch.inf, torch.inf)
-    )
+    ends = (torch.full_like(nearest, end) for end in (-torch.inf, torch.inf))
+    below, above = (torch.nextafter(nearest, end) for end in ends)
     draws = [round_at_random(x, dtype, "w", seed) for seed in range(100)]
-    for draw in draws:
-        assert ((draw == nearest) | (draw == below) | (draw == above)).all()
-        assert ((draw == nearest) | ((draw > x) != (nearest > x))).all(), "on the other side of x"
+    assert all(((y == nearest) | (y == below) | (y == above)).all() for y in draws)
     spacing = (above.double() - below.double()) / 2
     off = (torch.stack(draws).double().mean(0) - x.double()) / spacing
     assert off.abs().max() < 0.3 and off.mean().abs() < 1e-3
-    exact = torch.cat([nearest.float(), torch.tensor([0.0, -0.0, 1.0])])
-    bits = [y.view(torch.int16) for y in (round_at_random(exact, dtype, "w", 1), exact.to(dtype))]
-    assert torch.equal(*bits)
+    assert torch.equal(round_at_random(nearest.float(), dtype, "w", 1), nearest), "exact ones stay"
     assert torch.equal(draws[7], round_at_random(x, dtype, "w", 7))
     assert not torch.equal(draws[7], round_at_random(x, dtype, "v", 7))
 
@@ -316,22 +309,6 @@ def peft_folder(lora: Path, out: Path, **changes) -> Path:
 def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
     """Logits of PEFT's model."""
     return their_logits(PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval())
-
-
-@torch.no_grad()
-def logits_by_one_scale(base: Path, adapter: Path) -> torch.Tensor:
-    """Logits of the base plus the adapter as programs read it that know no patterns: llama.cpp divides lora_alpha by
-    the rank of each tensor, vLLM by r, and wants all ranks to be r."""
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    hf = load_transformers(base).float()
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    for name, a in tensors.items():
-        layer, _, rest = name.removeprefix("base_model.model.").partition(".lora_A.")
-        if rest:
-            assert len(a) == config["r"]
-            delta = tensors[name.replace("lora_A", "lora_B")] @ a * config["lora_alpha"] / len(a)
-            hf.get_submodule(layer).weight += delta.T if config["fan_in_fan_out"] else delta
-    return their_logits(hf)
 
 
 def test_a_run_from_an_adapter_starts_as_its_model_and_ends_without_an_adapter(
@@ -363,8 +340,13 @@ def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
     trained = our_logits(tmp_path / "run" / "final")
     adapter = tmp_path / "run" / "final_adapter"
     assert not same(trained, our_logits(tiny), 1e-3)
-    assert same(logits_by_one_scale(tiny, adapter), trained, 1e-5)
     assert same(peft_logits(tiny, adapter), trained, 1e-5)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    ranks = {
+        len(x) for n, x in load_file(adapter / "adapter_model.safetensors").items() if "_A" in n
+    }
+    assert ranks == {config["r"]}
+    assert not config.get("rank_pattern") and not config.get("alpha_pattern")
 
 
 def test_a_peft_folders_own_tokenizer_is_the_exports(lora, llama, tmp_path):
@@ -425,9 +407,7 @@ def test_a_card_names_its_model_by_its_id_and_no_folder_of_this_machine(
             card = huggingface_hub.ModelCard.load(folder / name / "README.md")
             data = card.data
             assert (data.base_model, data.license, data.get("license_name")) == about
-            assert data.library_name == library and data.tags == ["kto", "preference-tuning"]
-            assert f"  train: {ratings.name}\n" in card.text
-            assert f"out_dir: {folder.name}\n" in card.text
+            assert data.library_name == library and f"  train: {ratings.name}\n" in card.text
             for path in (tmp_path, llama, ratings):
                 assert str(path.parent) not in card.content
 
@@ -439,28 +419,3 @@ def test_others_may_read_an_export(lora):
     for folder in ("final", "final_adapter"):
         for file in (lora / folder).iterdir():
             assert file.stat().st_mode & 0o777 == 0o666 & ~mask, file.name
-
-
-def test_a_folder_is_replaced_whole_though_modes_are_refused_and_a_file_of_it_is_open(
-    tmp_path, monkeypatch
-):
-    """A bucket or a share of Windows refuses every chmod. On NFS a file that is removed while it is open stays, as
-    .nfs..., and so does its folder."""
-    seen, out = [], tmp_path / "final"
-
-    def refuse(path, *_, **__):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
-
-    def leave_one(folder, **_):
-        seen.append(out.exists())
-        for file in folder.glob("*"):
-            file.rename(folder / ".nfs0001")
-
-    monkeypatch.setattr(os, "chmod", refuse)
-    monkeypatch.setattr(files.shutil, "rmtree", leave_one)
-    fabric = Fabric(accelerator="cpu", devices=1)
-    for text in ("old", "new"):
-        seen.clear()
-        files.publish_folder(fabric, lambda new, text=text: (new / "file").write_text(text), out)
-    assert (out / "file").read_text() == "new"
-    assert seen and all(seen), "whole, or not there for a moment"

@@ -6,8 +6,6 @@ import os
 import random
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from functools import partial
 from importlib import import_module
@@ -30,7 +28,6 @@ from conftest import (
     result,
     rows_of,
     train,
-    until,
 )  # fmt: skip
 from safetensors.torch import load_file
 from tiny_models import ragged
@@ -192,33 +189,6 @@ def test_blocks_of_ones_own_resume_and_export_a_model_that_their_file_alone_load
     exported, *_ = rows_of(clone / "out" / "again" / "val.csv")
     losses = [float(row["sft_loss"]) for row in (before, trained, exported)]
     assert losses[2] == pytest.approx(losses[1], rel=1e-4) and abs(losses[0] - losses[1]) > 0.01
-
-
-def test_a_copy_of_kto_with_another_loss_is_stopped_and_goes_on_by_the_command_that_it_printed(
-    clone, tmp_path
-):
-    text = (ROOT / "kto.py").read_text()
-    old = "(1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))"
-    assert text.count(old) == 1
-    new = "-torch.nn.functional.logsigmoid(args.beta * sign_B * (logratio_B - z_B))"
-    (clone / "mine.py").write_text(text.replace(old, new))
-    out = clone / "out" / "copy-run"
-    _, *typed = shlex.split(
-        f"python mine.py --batch_size 8 --max_steps 14 --eval.prompts 4 --out_dir {out}"
-    )
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen([sys.executable, *typed], cwd=clone, **pipes)  # a real one
-    metrics = out / "metrics.csv"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM, said
-    (command,) = re.findall(r"^  (python .*)$", said, re.M)
-    assert command.startswith("python mine.py "), "kto.py would swap the loss in mid-run"
-    code, said, stderr = run(clone, tmp_path / "b", command)
-    assert code == 0 and "exported to" in said, stderr
-    assert [row["step"] for row in result(out)["rows"]] == list(range(1, 15))
-    assert result(out)["rows"][0]["loss"] == pytest.approx(0.693147, abs=1e-5)
 
 
 def test_the_code_in_docs_forks_runs(tiny, ratings, tmp_path, monkeypatch):
@@ -622,34 +592,6 @@ def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():
     assert policy.item() == -7.5 and (policy - reference).item() == 0.5 - 1 + 1.5
     (gradient,) = torch.autograd.grad((policy - reference).sum(), logps)
     assert gradient.tolist() == [[[1, 0, 0, 1, 1]]], "beyond a limit a token has no gradient"
-
-
-def test_the_best_weights_are_tested_with_the_memory_and_the_reference_of_their_step(
-    tiny, ratings, tmp_path
-):
-    class Rising(kto.KTO):
-        z = 0.0
-
-        def make_z(self, logratio_n, step):
-            return self.z
-
-        def after_step(self, step, columns, z):
-            self.z += 1.0
-
-        def state_dict(self):
-            return {"z": self.z}
-
-    data = (f"--data.val={ratings}", f"--data.test={ratings}", "--val_interval=3")
-    given = dict(objective=Rising, trainer=SyncedReference)
-    # all rows have as many pairs: step 3 is the best
-    train(tiny, ratings, tmp_path, *COMMON, *data, "--keep_best=kl/pairs", **given)
-    scores = json.loads((tmp_path / "eval" / "test.json").read_text())
-    _start, first, *_, last = rows_of(tmp_path / "val.csv")
-    for name, row in (("best", first), ("final", last)):
-        assert {x: scores[name][x] for x in ("loss", "kl")} == pytest.approx(
-            {x: float(row[x]) for x in ("loss", "kl")}, rel=1e-5
-        )
-    assert scores["best"]["kl"] == 3 and scores["final"]["kl"] == 6
 
 
 # ---- an optimizer and settings of one's own ------------------------------------------------------

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import PARITY, assert_same, even, ranks, result, start
 
 import evaluation
@@ -106,75 +105,44 @@ def test_a_resume_learns_from_what_the_disk_has_or_makes_a_whole_iteration_anew(
     assert_same(go(tiny, prompts, copy, *more, f"--resume={end}"), whole)
 
 
-def by_chance(run, asked, ids) -> list:
-    """A rater that never says the same twice, and notes on which rank it was asked."""
-    with open(Path(run.cfg.out_dir) / "asked", "a") as f:
-        f.write(f"{run.fabric.global_rank} {run.state.iteration}\n")
-    answered = evaluation.with_answers(asked, ids)
-    given = evaluation.as_answers(run.tokenizer, answered, [])
-    verdicts = run.evaluator.verdicts(given)  # works on rank 0 alone, too
-    noise = np.random.default_rng(list(os.urandom(8)))
-    return [
-        e._replace(label=bool(noise.integers(2)), rewards=(noise.random(), None),
-                   weight=np.float64(1 + noise.random()),
-                   extra={"verdict": torch.tensor(float(v))})
-        for e, v in zip(answered, verdicts)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("n, strategy", [(1, "auto"), (2, "ddp")])
-def test_ratings_by_chance_are_the_same_on_all_ranks_and_after_a_resume(
-    n, strategy, tiny, prompts, tmp_path, monkeypatch
-):
-    real = online.Trainer.fit
-
-    def fit(trainer, examples, plan):
-        rank, step = trainer.run.fabric.global_rank, trainer.run.state.step
-        rows = [[e.label, e.weight, e.rewards[0], e.extra["verdict"]] for e in examples]
-        (tmp_path / f"fit-{plan.begin}-{step}-{rank}").write_text(json.dumps(rows))
-        return real(trainer, examples, plan)
-
-    monkeypatch.setattr(online.Trainer, "fit", fit)
-    argv = ("--online.max_iterations=2", "--batch_size=3", f"--strategy={strategy}")
-    out, handed = tmp_path / "run", dict(rate=by_chance)
-    for more in ("--stop_at=4", "--resume=auto"):
-        ranks(n, lambda rank: go(tiny, prompts, out, *argv, more, **handed))  # noqa: B023
-    assert (out / "asked").read_text() == "0 1\n0 2\n", "once an iteration, on rank 0"
-    for begin, step, i in ((0, 0, 1), (3, 3, 2), (3, 4, 2)):
-        seen = [(tmp_path / f"fit-{begin}-{step}-{rank}").read_text() for rank in range(n)]
-        rated = [
-            [x["label"], x["weight"], x["rewards"][0], x["extra"]["verdict"]]
-            for x in learned(out, i)
-        ]
-        assert len(rated) == 10 and {json.dumps(rated)} == set(seen)
-
-
 # ---- checkers and raters -------------------------------------------------------------------------
 
 
-def of_any_number(run, asked, ids) -> list:
-    """9 examples in iteration 1, 3 in iteration 2, 13 in iteration 3, in an order that is never the same twice."""
+def by_chance(run, asked, ids) -> list:
+    """9 examples in iteration 1, 3 in iteration 2, 13 in iteration 3; order, labels and weights by chance."""
     answered = evaluation.with_answers(asked, ids)
-    rated = [e._replace(label=bool(i % 2)) for i, e in enumerate([*answered, *answered])]
-    order = np.random.default_rng(list(os.urandom(8))).permutation(len(rated))
+    noise = np.random.default_rng(list(os.urandom(8)))
+    rated = [
+        e._replace(label=bool(noise.integers(2)), weight=np.float64(1 + noise.random()))
+        for e in (*answered, *answered)
+    ]
+    order = noise.permutation(len(rated))
     return [rated[i] for i in order[: {1: 9, 2: 3, 3: 13}[run.state.iteration]]]
 
 
 @pytest.mark.parametrize("n, stop, more", [(1, 1, ()), (1, 4, ("--lora.rank=2",)), (2, 2, ())])
-def test_an_iteration_has_as_many_steps_as_the_examples_that_rate_made(
-    n, stop, more, tiny, prompts, tmp_path, capfd
+def test_ratings_by_chance_and_their_number_are_the_same_on_all_ranks_and_after_a_resume(
+    n, stop, more, tiny, prompts, tmp_path, capfd, monkeypatch
 ):
     """Two steps of four, none, three: an order of ten answers each would give six steps."""
-    out, handed = tmp_path / "run", dict(rate=of_any_number)
-    argv = (
-        "--optim.schedule=linear",
-        "--optim.warmup=0",
-        f"--strategy={'ddp' if n > 1 else 'auto'}",
-        *more,
-    )
+    real = online.Trainer.fit
+
+    def fit(trainer, examples, plan):
+        rows = [[e.label, e.weight] for e in examples]
+        name = f"fit-{trainer.run.state.iteration}-{os.getpid()}"
+        (tmp_path / name).write_text(json.dumps(rows))
+        return real(trainer, examples, plan)
+
+    monkeypatch.setattr(online.Trainer, "fit", fit)
+    out, handed = tmp_path / "run", dict(rate=by_chance)
+    argv = ("--optim.schedule=linear", "--optim.warmup=0", *more)
+    argv += (f"--strategy={'ddp' if n > 1 else 'auto'}",)
     for last in (f"--stop_at={stop}", "--resume=auto"):
         run, *_ = ranks(n, lambda rank: go(tiny, prompts, out, *argv, last, **handed))  # noqa: B023
     assert len(run["rows"]) == 5 and [len(learned(out, i)) for i in (1, 2, 3)] == [9, 3, 13]
+    for i in (1, 2, 3):
+        seen = {file.read_text() for file in tmp_path.glob(f"fit-{i}-*")}
+        assert seen <= {json.dumps([[e["label"], e["weight"]] for e in learned(out, i)])}
     # a line from 1 to 0: of 6 steps as long as each iteration may have two, then of 5
     assert [row["lr"] for row in run["rows"]] == pytest.approx(
         [1e-2 * x for x in (1, 5 / 6, 3 / 5, 2 / 5, 1 / 5)]
@@ -182,8 +150,14 @@ def test_an_iteration_has_as_many_steps_as_the_examples_that_rate_made(
     assert "iteration 2: no step: 3 examples are fewer than batch_size" in capfd.readouterr().out
 
 
+def asks_checker(run, asked, ids) -> list:
+    answered = evaluation.with_answers(asked, ids)
+    verdicts = run.evaluator.verdicts(evaluation.as_answers(run.tokenizer, answered, []))
+    return [e._replace(label=bool(v)) for e, v in zip(answered, verdicts)]
+
+
 def of_three(*given) -> list:
-    return of_any_number(*given)[:3]
+    return by_chance(*given)[:3]
 
 
 def verdicts(values):
@@ -200,7 +174,7 @@ BAD = {  # what is said -> what is handed over, for ten answers
     "rate: .*'NoneType' object is not iterable": {"rate": lambda *given: None},
     "rate: no iteration has as many examples as batch_size": {"rate": of_three},
     "eval.check: online KTO needs a checker: .*": {"checker": None},
-    "eval.check: there is no checker to ask.*": {"checker": None, "rate": by_chance},
+    "eval.check: there is no checker to ask.*": {"checker": None, "rate": asks_checker},
 }  # fmt: skip
 
 
@@ -246,7 +220,7 @@ def test_a_checker_says_how_many_answers_to_the_test_split_are_right(
     check = json.loads((run / "eval" / "test-final.json").read_text())
     assert [a["completion"] for a in check["answers"]] == [row["completion"] for row in rows]
     capsys.readouterr()
-    go(tiny, prompts, tmp_path / "none", *split, checker=None, rate=of_any_number)
+    go(tiny, prompts, tmp_path / "none", *split, checker=None, rate=by_chance)
     assert "data.test: without a checker no number is computed" in capsys.readouterr().out
     assert not (tmp_path / "none" / "eval" / "test.json").exists()
 

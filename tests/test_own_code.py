@@ -143,7 +143,8 @@ def test_a_run_whose_own_function_fails_continues_from_the_last_checkpoint_as_th
     pattern = r"^stopped by an error; saved up to step (\d+) of .*\n  python (.*)$"
     found = re.findall(pattern, said, re.M)
     assert [int(step) for step, _ in found] == [saved], said
-    _, *argv = shlex.split(found[0][1])
+    fork, *argv = shlex.split(found[0][1])
+    assert Path(fork).name == f"my_{program}.py", "another program would swap the loss in mid-run"
     assert [code for code, *_ in forks(program, n, out, *argv)] == [0] * n
     assert_same(result(out), result(whole(program, n)))
     assert (out / "val.csv").read_text() == (whole(program, n) / "val.csv").read_text()
