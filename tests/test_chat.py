@@ -150,17 +150,6 @@ def test_prompt_and_completion_are_the_whole_text_unless_a_token_straddles(real,
 # ---- what a template gets ------------------------------------------------------------------------
 
 
-def test_tools_and_settings_of_a_record_may_be_texts_of_json(real, ids):
-    t = Tokenizer(Source(real("qwen3")))
-    for record, name in (
-        (RECORDS["tool results"][0], "tools"),
-        (RECORDS["thinking"][2], "chat_template_kwargs"),
-    ):
-        assert ids(record | {name: json.dumps(record[name])}, t) == ids(record, t)
-        assert ids(record | {name: None}, t) != ids(record, t)
-    assert "Tells <the> weather." in t.decode(ids(rated(tools=TOOLS), t)[0]), "of texts, too"
-
-
 def test_what_the_template_writes_before_an_answer_is_said_and_may_be_moved_into_the_prompt(
     model, tmp_path, shown
 ):

@@ -112,12 +112,10 @@ def test_two_processes_with_a_cache_go_on_as_they_would_have(tiny, pairs, tmp_pa
 
 
 def test_a_key_is_of_prompt_and_completion_and_where_the_one_ends():
-    texts = ([1, 2], [3, 4]), ([1, 2], [3]), ([1], [2, 3, 4]), ([1, 2, 3], [4])
+    texts = ([1, 2], [3, 4]), ([1, 2], [3]), ([1], [2, 3, 4]), ([1, 2, 3], [4]), ([1, 2], [3, 4])
     prompts, completions = zip(*[map(np.array, text) for text in texts])
-    packed = [pack(prompts, [(y,) for y in completions])]
-    packed.append(pack(prompts[::-1], [(y,) for y in completions[::-1]]))
-    keys, reversed_keys = map(reference.digests, packed)
-    assert len({*keys}) == 4 and keys == reversed_keys[::-1]
+    keys = reference.digests(pack(prompts, [(y,) for y in completions]))
+    assert len({*keys}) == 4 and keys[0] == keys[4]
 
 
 def test_records_and_answers_end_where_the_context_of_a_shorter_reference_ends(

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -13,7 +12,6 @@ from conftest import train
 from safetensors.torch import load_file, save_file
 from tiny_models import HF, IDS, logits, made, refused, same, same_weights
 
-import preview
 from models import load
 from models.export import export
 from models.hub import Source, find_model
@@ -89,23 +87,17 @@ def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
     files = ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
     files += ["README.md", "model-00001-of-00002.safetensors"]
     more = ["consolidated.safetensors", "pytorch_model.bin", "onnx/model.safetensors"]
-    more += ["original/params.json", "original/README.md"]
     got = []
 
     def snapshot_download(source, **patterns):
-        got.extend(huggingface_hub.utils.filter_repo_objects(files + more, **patterns))
+        got[:] = huggingface_hub.utils.filter_repo_objects(files + more, **patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     (tmp_path / "config.json").touch()
     refused("weights are missing: no model.safetensors; either", find_model, "mistralai/a")
-    got.clear()
     (tmp_path / "model.safetensors").touch()
     assert find_model("mistralai/a").folder == tmp_path and got == files
-    got.clear()
-    monkeypatch.setattr(sys, "argv", ["data.py", "d.jsonl", "--model", "mistralai/a"])
-    refused("config.json", preview.main)
-    assert got == files[:-1], "a page of data needs no weights"
 
 
 # ---- what is refused -----------------------------------------------------------------------------
