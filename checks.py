@@ -350,9 +350,11 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     few = Part(list(range(min(N_CHECKED, step.size))))
     micro = step.micro_batch(few).to(run.fabric.device)
     packed = micro.packed
-    if run.objective.top_k:
-        packed = packed._replace(target_T=loop.reference_forward(packed).targets)
     scores = loop.forward(packed)
+    nats = scores.logps.double().sum() / micro.length.sum()
+    if run.objective.top_k:  # a loss needs the log-probs of these tokens, too
+        packed = packed._replace(target_T=loop.reference_forward(packed).targets)
+        scores = loop.forward(packed)
     agree = ""
     if run.objective.needs_reference and not run.cfg.reference:
         logps = [scores.logps]
@@ -366,8 +368,6 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
         check_same(logps, ref_logps, run.state.step)
         agree = "policy and reference agree to the bit; "
     check_mixing(step, few, scores, run.objective.needs_reference, loop.micro_batch_loss)
-    own_logps = scores.logps[..., 0] if run.objective.top_k else scores.logps
-    nats = own_logps.double().sum() / micro.length.sum()
     say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (text: usually -1 to -4)")
 
 

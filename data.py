@@ -269,10 +269,8 @@ class MicroBatch:
     def token_label(self) -> torch.Tensor:
         """(B, L) 1 at the tokens that the record's `spans` mark as good, -1 at those that they mark as bad, 0 at all
         other tokens."""
-        rows = []
-        for example in self.examples:
-            unmarked = self.step.longest - len(example.token_label)
-            rows.append([*example.token_label, *[0] * unmarked])
+        unmarked = [0] * self.step.longest
+        rows = [[*e.token_label, *unmarked][: len(unmarked)] for e in self.examples]
         return to_device(torch.tensor(rows), self.index_B.device)
 
     @property

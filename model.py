@@ -91,22 +91,13 @@ class Packed(nn.Module):
         h_QC = self.hidden(token_Q[None], position_Q[None], attention)[0]
         # the head runs only on hidden states that predict a target
         h_TC = attention.last_hidden(h_QC)[x.source_T]
-        if top_k:
-            targets = torch.cat([x.target_T[:, None], self.most_probable(h_TC, top_k)], dim=1)
-            x = x._replace(target_T=targets)
-        logp_T, entropy_T = self.logp(h_TC, x.target_T, entropy)
+        logp_T, entropy_T, targets = self.logp(h_TC, x.target_T, entropy, top_k)
         logps = x.tokens_of_completions(logp_T) if by_token else x.sums(logp_T)
         outputs = None
         if self.objective_module is not None:
             outputs = x.tokens_of_completions(self._module_outputs(h_TC))
         entropy_BK = x.sums(entropy_T) if entropy else None
-        return Scores(logps, outputs, entropy_BK, attention.kept, x.target_T)
-
-    @torch.no_grad()
-    def most_probable(self, h_TC: torch.Tensor, k: int) -> torch.Tensor:
-        """The ids (T, k) of the most probable tokens, chunk by chunk."""
-        size = Chunks.of(h_TC.device.type, self.config.padded_vocab_size).size
-        return torch.cat([self.head(h).topk(k).indices for h in h_TC.split(size)])
+        return Scores(logps, outputs, entropy_BK, attention.kept, targets)
 
     def _module_outputs(self, h_TC: torch.Tensor) -> torch.Tensor:
         """The objective's module applied to the hidden states: (T, ...), at least in float32. Raises
@@ -125,35 +116,34 @@ class Packed(nn.Module):
         return block(*inputs)
 
     def logp(
-        self, h_TC: torch.Tensor, target_T: torch.Tensor, entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs of the targets (T,) or (T, n), chunk by chunk: the (T, V) logits never exist together. And
-        the entropy (T,), or None."""
+        self, h_TC: torch.Tensor, target_T: torch.Tensor, entropy: bool = False, top_k: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Log-probs of the targets (T,) or (T, n), chunk by chunk: the (T, V) logits never exist together. And the
+        entropy (T,), or None. And the ids of the targets: if top_k, the k most probable tokens are targets, too."""
         chunks = Chunks.of(h_TC.device.type, self.config.padded_vocab_size, entropy)
-        if self.plain_head and target_T.dim() == 1:
+        if self.plain_head and target_T.dim() == 1 and not top_k:
             cap = self.config.final_logit_softcapping
-            return Head.apply(autocast(h_TC), self.lm_head.weight, target_T, cap, chunks)
+            weight_VC = self.lm_head.weight
+            return *Head.apply(autocast(h_TC), weight_VC, target_T, cap, chunks), target_T
 
-        def chunk_logp(
-            h_TC: torch.Tensor, target_T: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            logp_T, logp_TV = logp_of(self.head(h_TC), target_T)
-            if not entropy:
-                return logp_T, None
-            with torch.no_grad():  # a token of probability 0 is 0 times infinity, and adds nothing
-                return logp_T, -(logp_TV.exp() * logp_TV).nansum(1)
+        def chunk_logp(h_TC: torch.Tensor, target_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits_TV = self.head(h_TC)
+            if top_k:
+                likeliest_Tk = logits_TV.topk(top_k).indices
+                target_T = torch.cat([target_T[:, None], likeliest_Tk], dim=1)
+            logp_T, logp_TV = logp_of(logits_TV, target_T)
+            entropy_T = logp_T[:0]  # empty: nobody asks for it
+            if entropy:
+                # a token of probability 0 is 0 times infinity, and adds nothing
+                with torch.no_grad():
+                    entropy_T = -(logp_TV.exp() * logp_TV).nansum(1)
+            return logp_T, entropy_T, target_T
 
         # A head with a bias or adapters, and several targets at a place, go through autograd. The backward computes
         # the logits of each chunk again.
-        logps = []
-        entropies = []
-        for h, target in zip(h_TC.split(chunks.size), target_T.split(chunks.size)):
-            logp_T, entropy_T = checkpoint(chunk_logp, h, target, use_reentrant=False)
-            logps.append(logp_T)
-            entropies.append(entropy_T)
-        if not entropy:
-            return torch.cat(logps), None
-        return torch.cat(logps), torch.cat(entropies)
+        parts = zip(h_TC.split(chunks.size), target_T.split(chunks.size))
+        results = [checkpoint(chunk_logp, *part, use_reentrant=False) for part in parts]
+        return tuple(torch.cat(of_chunks) for of_chunks in zip(*results))
 
     def head(self, h: torch.Tensor) -> torch.Tensor:
         """Hidden states (..., C) -> logits (..., V), softcapped if the model's config says so."""

@@ -19,6 +19,7 @@ from jsonargparse.typing import PositiveInt
 from data import shuffled
 from evaluation import Checker, as_answers, format_rows, with_answers
 from infra.console import run_cli, say
+from infra.optimizer import iteration_plans
 from infra.parse import parse
 from infra.settings import RunSettings, refuse_unless
 from kto import KTO, KTOSettings
@@ -26,7 +27,6 @@ from objective import Objective
 from records.examples import Example, class_weights
 from rollout import (
     RolloutSettings,
-    iteration_plan,
     iterations,
     policy_answers,
     rated_examples,
@@ -167,8 +167,8 @@ def main(
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))
         n_answers = n_prompts * args.num_generations
-        sizes = [n_answers] * args.max_iterations
-        for i, plan in iterations(run, sizes, moving_reference=args.reference == "last"):
+        expected = [n_answers] * args.max_iterations
+        for i, plan in iterations(run, expected, moving_reference=args.reference == "last"):
             picked = items_of_iteration(prompts, i, n_prompts, cfg.seed)
             repeated = []
             for example in picked:
@@ -178,7 +178,11 @@ def main(
             show_ratings(run, i, examples, args.stop)
             if args.balance:
                 examples = balanced(examples)
-            plan = iteration_plan(run, sizes, i)  # for as many examples as rate has made
+            sizes = run.state.iteration_sizes
+            sizes[i - 1] = len(examples)
+            # each later iteration is expected to have as many, and at least one step
+            sizes[i:] = [max(len(examples), cfg.batch_size)] * (len(sizes) - i)
+            plan = iteration_plans(cfg, sizes)[i - 1]
             if plan.begin == plan.end:
                 say(f"iteration {i}: no step: {len(examples)} examples are fewer than batch_size")
             elif not loop.fit(examples, plan):

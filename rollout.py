@@ -81,27 +81,20 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
 
 def iterations(run: "Run", sizes: list[int], moving_reference: bool) -> Iterator[tuple[int, Plan]]:
     """(i, plan) of each iteration that is not done yet, i from 1. sizes: the expected number of examples of each
-    iteration. If moving_reference, the policy becomes its own reference when an iteration begins. Raises BadInput."""
+    iteration. The caller may correct these numbers in run.state. If moving_reference, the policy becomes its own
+    reference when an iteration begins. Raises BadInput."""
     state = run.state
     check_iterations(run.cfg, sizes)
-    for i in range(1, len(sizes) + 1):
-        plan = iteration_plan(run, sizes, i)
+    n = len(sizes)
+    state.iteration_sizes = (state.iteration_sizes + sizes)[:n]
+    for i in range(1, n + 1):
+        plan = iteration_plans(run.cfg, state.iteration_sizes)[i - 1]
         run.last_step = plan.total
         # an iteration is not done before its last validation has ended
         if plan.end > state.step - state.unvalidated:
             if i > state.iteration:
                 run.begin_iteration(i, moving_reference and run.reference is not None)
             yield i, plan
-
-
-def iteration_plan(run: "Run", sizes: list[int], i: int) -> Plan:
-    """The plan of iteration i. An iteration that was rated has as many examples as `rate` made. Each later iteration is
-    expected to have as many as the last rated one, and at least one step."""
-    known = run.state.iteration_sizes
-    if known:
-        later = max(known[-1], run.cfg.batch_size)
-        sizes = known + [later] * (len(sizes) - len(known))
-    return iteration_plans(run.cfg, sizes)[i - 1]
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -347,5 +340,4 @@ def rated_examples(
         row["prompt"] = np.array(row["prompt"], np.int32)
         row["completions"] = tuple(np.array(ids, np.int32) for ids in row["completions"])
         examples.append(Example(**row))
-    run.state.iteration_sizes[i - 1 :] = [len(examples)]
     return examples

@@ -76,7 +76,7 @@ class RunState:
     iteration: int = 0
     """The iteration of SPIN or online KTO, from 1."""
     iteration_sizes: list[int] = field(default_factory=list)
-    """How many examples `rate` has made in each iteration of online KTO so far."""
+    """How many examples each iteration of spin.py or online.py has. For later ones it is the expected number."""
     reference_has_moved: bool = False
     """Whether the reference has been set anew (Run.new_reference). If so, with LoRA, the adapters of earlier steps have
     been merged into the base."""

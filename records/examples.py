@@ -265,15 +265,13 @@ def token_label(
         stream = DecodeStream(prompt, skip_special_tokens=False)
         pieces = [stream.step(tokenizer.hf.backend_tokenizer, i) or "" for i in completion]
         begin = "".join(pieces).index(content_of(record.completions[0]))
-    character_label = [0] * begin + record.character_label
+    character_label = [0] * begin + record.character_label  # of the pieces that follow
     labels = []
-    end = 0
     for piece in pieces:
-        first = end
-        end += len(piece)
         # a token without a piece is a part of the next character
-        touched = character_label[first : max(end, first + 1)]
+        touched = character_label[: len(piece) or 1]
         labels.append(next(filter(None, touched), 0))
+        character_label = character_label[len(piece) :]
     return labels
 
 
