@@ -29,10 +29,9 @@ CELLS = {
     "loss": "loss {:.4f}",
     "kl": "kl {:.4f}",
     "accuracy": "accuracy {:.4f}",
-    "rewards/margins": "margins {:.4f}",
+    "rewards/margins": "margins {:.2f}",
     "checker_accuracy": "checker {:.4f}",
     "tokens/s": "tok/s {:,.0f}",
-    "memory_gb": "{:.1f} GB",
 }
 
 

@@ -79,14 +79,16 @@ def test_a_run_prints_about_twenty_lines_or_one_a_minute(
     logger = Logger(run_settings(tmp_path), -1, False)
     logger.begin(Plan(total, total, 0, total, total), total)
     capsys.readouterr()
-    row = {"loss": 0.25, "kl": 0.0, "kl/clamped": 1.0, "auc": 0.5, "tokens/s": 1234.5}
+    row = {"loss": 0.25, "kl": 0.0, "kl/clamped": 1.0, "auc": 0.5, "rewards/margins": 11.0904}
+    row |= {"tokens/s": 1234.5, "memory_gb": 0.5}
     for step in range(start + 1, total + 1):
         # of a clock that the steps alone move
         monkeypatch.setattr("infra.logger.time.time", lambda now=1e9 + step * seconds: now)
         logger.step(step, row, seconds)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[0] for line in lines] == [f"step {step}" for step in shown]
-    assert lines[-1].endswith(f": loss 0.2500 kl 0 (clamped) tok/s 1,234 {last}")
+    assert lines[-1].endswith(f": loss 0.2500 kl 0 (clamped) margins 11.09 tok/s 1,234 {last}")
+    assert total > 1000 or max(map(len, lines)) <= 80
 
 
 # ---- trackers, through whole runs ----------------------------------------------------------------
