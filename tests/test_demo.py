@@ -57,8 +57,6 @@ def test_another_task_is_made_by_ten_lines(small, tmp_path):
     assert not task.check("reverse: 1 2 3 =", " 1 2 3")
     rated = records(tmp_path / "a" / "train.jsonl")
     assert all(r["label"] == task.check(r["prompt"], r["completion"]) for r in rated) and rated
-    demos = records(tmp_path / "a" / "train_demos.jsonl")
-    assert len(demos) == 12 and all(task.check(r["prompt"], r["completion"]) for r in demos)
     kit.make(task, tmp_path / "b")
     for file in (tmp_path / "a").rglob("*.*"):
         other = tmp_path / "b" / file.relative_to(tmp_path / "a")

@@ -33,7 +33,7 @@ from rollout import WithLogps
 
 sys.path.append(str(ROOT / "examples"))
 
-from vllm_server import EngineSettings, Server, Settings, WithServer  # noqa: E402
+from vllm_server import Settings, WithServer  # noqa: E402
 
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=2", "--online.prompts_per_iteration=null",
        "--online.num_generations=2", "--online.max_new_tokens=6", "--online.rollout_batch_size=5", "--save_interval=1",
@@ -143,8 +143,6 @@ def test_two_processes_with_a_sharded_policy_ask_once_and_measure_the_same(
 FAULTS = {  # what the server does -> what the run says
     "dies": r"server http://127.0.0.1:\d+: /v1/completions: .*",
     "hangs": r"server http://127.0.0.1:\d+: /v1/completions: timed out",
-    "refuses": r"server http://127.0.0.1:\d+: /v1/completions: HTTP Error 400: .*too long\\nby far.*",
-    "answers with fewer tokens": r"server http://127.0.0.1:\d+: broke an answer off, \d tokens: length",
     "breaks off": r"server http://127.0.0.1:\d+: broke an answer off, \d tokens: abort",
     "starts anew": r"server http://127.0.0.1:\d+: has the weights default, not .*: it has restarted, .*",
     "keeps its cache": r"server http://127.0.0.1:\d+: policy-1-.*: not loaded: {'success': False}",
@@ -184,16 +182,6 @@ def test_the_command_that_starts_the_server_is_said_and_the_run_waits_for_it(tin
         code, said, stderr = child.ended()
     assert code == 0 and stderr == "" and "exported to" in said
     assert re.search(r"has policy-1-\w+ after \d", said)
-
-
-def test_a_server_that_never_starts_or_lacks_the_development_mode_is_one_line(
-    tiny, demos, tmp_path
-):
-    with pytest.raises(Failed, match="^server http://127.0.0.1:9: did not start within 1 s$"):
-        go(tiny, demos, tmp_path / "a", "http://127.0.0.1:9", "--engine.timeout=1")
-    with running(tiny, tmp_path / "log") as server:
-        with pytest.raises(Failed, match="^server .*/nowhere: /pause: HTTP Error 404: Not Found"):
-            Server(EngineSettings(server=f"{server}/nowhere")).load(tmp_path)
 
 
 # ---- log-probs of any engine ---------------------------------------------------------------------

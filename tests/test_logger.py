@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Started, rows_of, start, train
+from conftest import ROOT, rows_of, train
 
 import kto
 from evaluation import format_before_after
@@ -97,13 +97,6 @@ TINY = "--batch_size=4 --epochs=2 --max_steps=3 --val_interval=null --save_inter
 TINY += " --eval.samples=2 --eval.max_new_tokens=3 --optim.lr=1e-3"
 
 
-def tracked(tracker: str, run, ratings, out: Path) -> None:
-    """Call run(words) for a run with this tracker that is stopped, and for the one that goes on."""
-    words = [*TINY.split(), f"--data.train={ratings}", f"--data.val={ratings}", f"--out_dir={out}"]
-    for more in ("--stop_at=2", "--resume=auto"):
-        run([*words, f"--logger={tracker}", more])
-
-
 def logged(out: Path) -> dict[tuple[str, int], float]:
     """What a tracker should have: all cells of metrics.csv and val.csv."""
     expected = {}
@@ -117,56 +110,49 @@ def logged(out: Path) -> dict[tuple[str, int], float]:
     return expected
 
 
-def test_tensorboard_gets_every_value_at_its_step_and_a_resume_drops_what_came_after(
-    tiny, ratings, tmp_path
-):
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    def run(words):  # in a process whose end closes the file
-        code, _, stderr = Started(tmp_path, "kto", [f"--model={tiny}", *words]).ended()
-        assert code == 0, stderr
-
-    values = {}
-    starts = []
-    out = tmp_path / "run"
-    tracked("tensorboard", run, ratings, out)
-    files = sorted((out / "tensorboard").iterdir())
-    for file in files:
-        data = file.read_bytes()
-        while data:  # a record: its length and a checksum, the event, a checksum
-            end = 12 + int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12:end])
-            data = data[end + 4 :]
-            if event.session_log.status == SessionLog.START:
-                starts.append(event.step)
-            for value in event.summary.value:
-                values[value.tag, event.step] = value.simple_value
-    assert values == logged(out)
-    assert len(files) == 2, "a resume adds a file"
-    assert starts == [3], "of the second process, which goes on after step 2"
-
-
-def test_wandb_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(
-    tiny, ratings, tmp_path, monkeypatch
-):
+@pytest.fixture
+def trackers(monkeypatch):
+    """Mocks of Fabric's logger and of wandb. -> the values that they get, and what each is begun with"""
     values, starts = {}, []
+
+    class Fabrics:
+        def __init__(self, out, name, purge_step, **_):
+            starts.append([name, purge_step])
+
+        def log_metrics(self, numbers, step):
+            values.update({(name, step): x for name, x in numbers.items()})
 
     class Run:
         id = "abc"
 
-        def log(self, numbers: dict, step: int) -> None:
-            values.update({(name, step): x for name, x in numbers.items()})
+        def log(self, numbers, step):
+            Fabrics.log_metrics(self, numbers, step)
 
     def init(**given):
         starts.append([given[name] for name in ("id", "resume", "name")])
         return Run()
 
+    monkeypatch.setattr("lightning.fabric.loggers.TensorBoardLogger", Fabrics)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     monkeypatch.setenv("WANDB_NAME", "mine")
-    run = lambda words: start("kto", [f"--model={tiny}", *words])  # noqa: E731
-    tracked("wandb", run, ratings, tmp_path)
-    assert values == logged(tmp_path)
-    assert starts == [[None, "allow", "mine"], ["abc", "allow", "mine"]]
+    return values, starts
+
+
+BEGUN = {  # of a run that is stopped after step 2, and of the one that continues it
+    "tensorboard": [["tensorboard", None], ["tensorboard", 3]],
+    "wandb": [[None, "allow", "mine"], ["abc", "allow", "mine"]],
+}
+
+
+@pytest.mark.parametrize("tracker", BEGUN)
+def test_a_tracker_gets_every_value_at_its_step_and_a_resume_goes_on_in_the_same_run(
+    tracker, trackers, tiny, ratings, tmp_path
+):
+    words = [*TINY.split(), f"--data.val={ratings}", f"--logger={tracker}"]
+    for more in ("--stop_at=2", "--resume=auto"):
+        train(tiny, ratings, tmp_path, *words, more)
+    values, starts = trackers
+    assert values == logged(tmp_path) and starts == BEGUN[tracker]
 
 
 def test_the_docs_name_every_column(tiny, ratings, pairs, demos, tmp_path):
