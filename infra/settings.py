@@ -53,8 +53,10 @@ def read_text(file: Path) -> str:
 
 
 def split_commas(text: str | None) -> list[str]:
-    """The parts of a setting that holds several: `a, b` gives ["a", "b"], and None gives []."""
-    return [part.strip() for part in text.split(",")] if text else []
+    """The parts of a setting that holds several: `a, b` gives ["a", "b"], and None gives []. Raises BadInput."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    refuse_unless(all(parts), f"{text}: expected something before and after each comma")
+    return parts
 
 
 def refuse_unless(ok, message: str) -> None:

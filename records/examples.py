@@ -412,7 +412,7 @@ def split_by_conversation(examples: list[Example], proportions: str) -> list[lis
     """
     with user_error("data.split", f"{proportions}: expected two or three numbers like 980,10,10"):
         sizes = np.array(split_commas(proportions), float)
-        if len(sizes) not in (2, 3):
+        if len(sizes) not in (2, 3) or not sizes[0] > 0 or not (sizes >= 0).all():
             raise ValueError
     upper_edges = sizes.cumsum() / sizes.sum()
     split: list[list[Example]] = [[], [], []]

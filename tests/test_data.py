@@ -350,6 +350,9 @@ def test_several_sources_are_given_by_commas_and_patterns(tmp_path):
     prompts = [e.where.removeprefix(f"{tmp_path}/") for e in read(sources, plain(), "prompts")]
     first = ["c.jsonl:1", "c.jsonl:2", "a.jsonl:1", "b.jsonl:1"]
     assert prompts == first, "online.py asks a prompt once"
+    for wrong in (f"{tmp_path}/c.jsonl,", ","):  # an empty name would be the working directory
+        with pytest.raises(BadInput, match=f"^{wrong}: expected something before and after each"):
+            read(wrong, plain())
 
 
 @pytest.mark.parametrize("name", ["a,b.jsonl", "r[1].jsonl", "t:1.jsonl", "D.JSONL", "l.json"])
@@ -437,9 +440,11 @@ def test_one_file_is_split_by_prompt(tmp_path):
     fewer = write(tmp_path / "f.jsonl", *random.Random(0).sample(records, 50))
     again, _ = parts_of(Data(train=fewer, split="0.5, 0.25, 0.25"))
     assert all({e.prompt_key for e in part} <= own for part, own in zip(again.values(), kept))
-    for wrong in (dict(split="2,1,1", val=train), dict(split="1"), dict(split="1,x")):
-        with pytest.raises(BadInput, match="^data.split: "):
-            parts_of(Data(train, **wrong))
+    for wrong in ("1", "1,x", "2,-1", "0,1", "nan,1"):
+        with pytest.raises(BadInput, match=f"^data.split: {wrong}: expected two or three numbers"):
+            parts_of(Data(train, split=wrong))
+    with pytest.raises(BadInput, match="^data.split: it cuts data.train"):
+        parts_of(Data(train, split="2,1,1", val=train))
 
 
 # prompts of one conversation; # is its number
