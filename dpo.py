@@ -173,7 +173,8 @@ def main(
     """Train. The arguments are those of kto.main, with objective(cfg.dpo) and settings with a group dpo."""
     cfg = parse(settings, argv, objective, demo="demo_dpo.yaml")
     run = setup(cfg, objective(cfg.dpo), checker, optimizer, make_records=make_records)
-    with trainer(run) as loop:
+    with run:
+        loop = trainer(run)
         if loop.fit():
             loop.finish()
 

@@ -206,7 +206,8 @@ def main(
     # Without --model and --config the settings come from config/demo.yaml. --help prints the objective's docstring.
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
-    with trainer(run) as loop:  # closes the run, also after an error or a signal
+    with run:  # ends the run, also after an error or a signal
+        loop = trainer(run)
         if loop.fit():  # False: stopped early
             loop.finish()
 

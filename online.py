@@ -163,7 +163,8 @@ def main(
         say(
             "data.test: without a checker no number is computed of prompts: ask `final` by generate.py"
         )
-    with trainer(run) as loop:
+    with run:
+        loop = trainer(run)
         prompts = run.examples["train"]
         n_prompts = min(len(prompts), args.prompts_per_iteration or len(prompts))
         n_answers = n_prompts * args.num_generations

@@ -203,7 +203,10 @@ class Run:
         self.objective.load_state_dict(read_state(folder).objective_state)
         load_checkpoint(self, folder)
 
-    def end(self, error: BaseException | None) -> bool:
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """End the run after its loop has ended. error: of the loop, or None. Returns whether the error is handled.
 
         A signal during a validation or a rollout (Interrupted) saves the run and ends it as usual. Any other error

@@ -158,7 +158,8 @@ def main(
     run = setup(
         cfg, objective(cfg.spin, betas[0]), checker, optimizer, rollout, make_records=make_records
     )
-    with trainer(run) as loop:
+    with run:
+        loop = trainer(run)
         demonstrations = run.examples["train"]
         n = len(demonstrations)
         with_mixed = n + int(cfg.spin.mix * n)  # from the second iteration on

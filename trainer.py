@@ -46,12 +46,6 @@ class Trainer:
         self.run = run
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
-    def __enter__(self) -> "Trainer":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        return self.run.end(error)
-
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
         """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ended the run before its last
         step. A signal during a validation raises Interrupted instead.
@@ -122,9 +116,8 @@ class Trainer:
         depend on the step before."""
         run = self.run
         steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
-        packed = (
-            (step, list(step)) for step in steps
-        )  # iterating over a step packs its micro-batches
+        # iterating over a step packs its micro-batches
+        packed = ((step, list(step)) for step in steps)
         if run.objective.overrides("mismatched_completions"):
             return packed
         return made_ahead(packed)
