@@ -94,7 +94,7 @@ class Desk:
         )
         record = understand_record(fields_of(request) | {"label": True}, "rated")
         answer = answer_fields(content_of(record.completions[0]), bool(record.cut))
-        marks = {"spans": request["spans"]} if record.character_label else {}
+        marks = {"spans": request["spans"]} if record.spans else {}
         self.ratings.set(fields_of_prompt(self.model.asked(record)) | answer | marks, label)
         return self.counts()
 

@@ -19,7 +19,16 @@ from tokenizers.decoders import DecodeStream
 from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
 from infra.settings import Data, refuse, refuse_unless, split_commas
 from records.answer import asked_record, fields_of_prompt
-from records.forms import Kind, Record, as_answer, as_turns, content_of, is_place, understand_record
+from records.forms import (
+    Kind,
+    Record,
+    as_answer,
+    as_turns,
+    content_of,
+    is_place,
+    read_label,
+    understand_record,
+)
 from records.sources import collect, decoded_records, files_of, split_sources
 from records.template import LeftOut
 from records.tokenizer import Tokenizer
@@ -124,6 +133,7 @@ def load_file(
     plain = "plain: the model's chat template is not used" if tokenizer.template else "plain"
     counts[BY_TEMPLATE if by_template else plain] += len(records)
     examples: list[Example] = []
+    faults: list[str] = []
     for where, (prompt, completions) in encode_records(
         file, records, tokenizer, by_template, data, counts
     ):
@@ -139,9 +149,10 @@ def load_file(
             counts["with letters that the tokenizer does not know"] += 1
         n_first = tokenizer.first_tokens(prompt)
         example = example_of(record, where, prompt, completions, n_first, data, counts)
-        if record.character_label:
-            marked = token_label(where, record, prompt, completions[0], tokenizer)
-            example = example._replace(token_label=marked[: data.max_completion])
+        if record.spans:
+            with collect(faults, where):
+                marked = token_label(record, prompt, completions[0], tokenizer)
+                example = example._replace(token_label=marked[: data.max_completion])
         fields = {}
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
             fields = fields_of_prompt(asked_record(record, tokenizer, by_template))
@@ -149,6 +160,7 @@ def load_file(
             example = example._replace(conversation=conversation_of(record, by_template))
         example = example._replace(asked=fields)
         examples += learned_from(example, kind, counts)
+    refuse(faults)
     return examples
 
 
@@ -205,30 +217,18 @@ def encode_records(
                         if data.left_out == "refuse":
                             raise
                         counts["dropped by data.left_out"] += 1
-            for item in zip(texts, encode_texts(texts, tokenizer, by_template, faults)):
+            try:
+                encoded = list(tokenizer.encode_all(list(texts.values()), by_template))
+            except Exception:
+                for where, texts_of_record in texts.items():  # which record was it?
+                    with collect(faults, where), user_error("tokenizer"):
+                        list(tokenizer.encode_all([texts_of_record], by_template))
+                refuse(faults)
+                raise
+            for item in zip(texts, encoded):
                 yield item
                 advance()
     refuse(faults)
-
-
-def encode_texts(
-    texts: dict[str, tuple[str, list[str]]],
-    tokenizer: Tokenizer,
-    by_template: bool,
-    faults: list[str],
-) -> list[tuple[list, list]]:
-    """(ids of the prompt, ids of each completion) of each record's texts. If the tokenizer raises an exception, it is
-    asked again for each record: a fault names the record."""
-    try:
-        return list(tokenizer.encode_all(list(texts.values()), by_template))
-    except Exception:
-        n = len(faults)
-        for where, texts_of_record in texts.items():
-            with collect(faults, where), user_error("tokenizer"):
-                list(tokenizer.encode_all([texts_of_record], by_template))
-        if len(faults) == n:
-            raise
-        return []
 
 
 def example_of(
@@ -257,15 +257,25 @@ def example_of(
 
 
 def token_label(
-    where: str, record: Record, prompt: list[int], completion: list[int], tokenizer: Tokenizer
+    record: Record, prompt: list[int], completion: list[int], tokenizer: Tokenizer
 ) -> list[int]:
     """(L,) 1 or -1 for each token that a marked part of the record's completion touches, otherwise 0. Raises
     BadInput."""
-    with user_error(f"{where}: spans", "the tokens of the completion do not spell its text"):
+    with user_error("spans", "expected a list of {start, end, label} of one text"):
+        (text,) = map(content_of, record.completions)
+        character_label = [0] * len(text)
+        for span in record.spans:
+            start = span["start"]
+            end = span["end"]
+            if not 0 <= start < end <= len(text):
+                raise ValueError(
+                    f"it has {len(text)} characters, and no part from {start} to {end}"
+                )
+            character_label[start:end] = [1 if read_label(dict(span)) else -1] * (end - start)
         stream = DecodeStream(prompt, skip_special_tokens=False)
         pieces = [stream.step(tokenizer.hf.backend_tokenizer, i) or "" for i in completion]
-        begin = "".join(pieces).index(content_of(record.completions[0]))
-    character_label = [0] * begin + record.character_label  # of the pieces that follow
+        begin = "".join(pieces).index(text)
+    character_label = [0] * begin + character_label  # of the pieces that follow
     labels = []
     for piece in pieces:
         # a token without a piece is a part of the next character
@@ -328,7 +338,7 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     for name in record.beside:
         if name != "date":  # a chat template may print it
             yield f"with {name}, which nothing reads"
-    if record.character_label:
+    if record.spans:
         yield "with marked parts, which batch.token_label tells a loss"
     if record.cut:
         yield "with a cut answer, which gets no end"
@@ -337,11 +347,9 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     pairs = zip(answers, texts)
     if any(not text.strip() and not answer.get("tool_calls") for answer, text in pairs):
         yield "with an empty completion"
-    if any("\r" in text for text in texts):
-        yield "with a carriage return in a text, as line ends of Windows have it"
-    for token in tokenizer.special_tokens:
-        if any(token in text for text in texts):
-            yield f"with {token} in a text"
+    for sign in ("\r", *tokenizer.special_tokens):  # line ends of Windows have "\r"
+        if any(sign in text for text in texts):
+            yield f"with {sign!r} in a text"
 
 
 # ---- the splits of the data ----------------------------------------------------------------------

@@ -73,8 +73,7 @@ class Record(NamedTuple):
     date: str | None = None  # the day that the chat template prints, instead of data.date
     # Whether the completion, which was sampled, ended at the length limit. None: the record does not say.
     cut: bool | None = None
-    # 1 or -1 at the characters of a marked part of the completion, else 0; empty if no part is marked
-    character_label: list[int] = []
+    spans: list[dict] = []  # marked parts of the completion, as they stand in the record
     extra: dict = {}  # the fields that data.extra names
     beside: dict = {}  # the other fields that nothing reads
     # the prompt is an instruction: a turn of the user, if there is a chat template
@@ -148,7 +147,7 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         template_kwargs=template_kwargs,
         date=str(fields["date"]) if fields.get("date") else None,
         cut={"true": True, "false": False}.get(cut),
-        character_label=_character_label(fields, completions),
+        spans=_parsed(fields, "spans") or [],
         extra=extras,
         # by the record's own names
         beside={
@@ -158,25 +157,6 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
         },
         instruct=instruct,
     )
-
-
-def _character_label(fields: dict, completions: list[str | dict]) -> list[int]:
-    """Record.character_label. Raises BadInput."""
-    spans = _parsed(fields, "spans")
-    if not spans:
-        return []
-    with user_error("spans", "expected a list of {start, end, label} of one text"):
-        (text,) = map(content_of, completions)
-        labels = [0] * len(text)
-        for span in spans:
-            start = span["start"]
-            end = span["end"]
-            if not 0 <= start < end <= len(text):
-                raise BadInput(
-                    f"spans: from {start} to {end}, but the completion has {len(text)} characters"
-                )
-            labels[start:end] = [1 if _label(dict(span)) else -1] * (end - start)
-    return labels
 
 
 def _extra_field(fields: dict, name: str) -> object:
@@ -234,7 +214,7 @@ def _understand_form(
         is_dialogue = "messages" in fields and "completion" not in fields
         names = ("messages" if is_dialogue else "completion",)
         if is_rated or kind == "rated":
-            label = _label(fields)
+            label = read_label(fields)
         if kind == "demonstrations" and label is False:
             raise BadInput("label: undesirable: this completion is not to be imitated")
     # 2. the prompt; of `messages`, and of pairs without a prompt, all turns but the last
@@ -443,7 +423,7 @@ def as_text(value: object) -> str:
     return str(value)
 
 
-def _label(fields: dict) -> bool:
+def read_label(fields: dict) -> bool:
     value = _take(fields, "label")
     text = as_text(value)
     if text in LABELS:

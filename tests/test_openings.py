@@ -77,13 +77,14 @@ def test_a_marked_part_is_the_tokens_that_it_touches_also_through_a_chat_templat
             assert part not in decoded(a, b), "no token too many"
 
 
+SPANS = "spans: expected a list of {start, end, label} of one text: "
 BAD_SPANS = {
-    "spans: from 2 to 9, but the completion has 5 characters": [{"start": 2, "end": 9, "label": True}],
-    "spans: from 3 to 3, but": [{"start": 3, "end": 3, "label": True}],
-    "spans: from -1 to 2, but": [{"start": -1, "end": 2, "label": True}],
-    "spans: expected a list of {start, end, label} of one text: label": [{"start": 0, "end": 2}],
+    f"{SPANS}it has 5 characters, and no part from 2 to 9": [{"start": 2, "end": 9, "label": True}],
+    f"{SPANS}it has 5 characters, and no part from 3 to 3": [{"start": 3, "end": 3, "label": True}],
+    f"{SPANS}it has 5 characters, and no part from -1 to 2": [{"start": -1, "end": 2, "label": 1}],
+    f"{SPANS}label": [{"start": 0, "end": 2}],
     "label: expected true, false": [{"start": 0, "end": 2, "label": "maybe"}],
-    "spans: expected a list of {start, end, label} of one text: list indices": [[0, 2]],
+    f"{SPANS}list indices": [[0, 2]],
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_a_mark_outside_of_the_text_is_refused_with_its_line(said, tiny, tmp_pat
     good = tokens.rated("Q", "Hello")
     file = tokens.write(tmp_path / "marked.jsonl", good, good | {"spans": BAD_SPANS[said]})
     with pytest.raises(BadInput, match=f"^{file}:2: {re.escape(said)}"):
-        load_examples(file, Tokenizer(Source(tiny)), "rated", Data(file))
+        load_examples(file, Tokenizer(Source(tiny)), "rated", with_limits(Data(file), 128))
 
 
 # ---- the examples, step by step, by hand ----------------------------------------------------------

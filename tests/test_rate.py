@@ -125,8 +125,6 @@ def test_a_thumb_is_in_the_file_at_once_and_can_be_changed_and_withdrawn(page_of
     for spans in ([apple], [apple, apple | {"start": 0, "end": 3}], []):
         assert page("/rate", body | {"spans": spans})[0] == 200
         assert [(x.get("spans", []), x["label"]) for x in lines(file)] == [(spans, True)]
-    code, said = page("/rate", body | {"spans": [apple | {"end": 12}]})
-    assert code == 400 and "from 6 to 12, but the completion has 11" in said["error"]
     page("/rate", body | {"label": None})
 
 
