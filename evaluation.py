@@ -5,7 +5,6 @@ other programs load: final, best, final_adapter).
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -234,8 +233,8 @@ OWN_ANSWERS = 64  # own_kl scores at least so many: scoring all would take as lo
 
 
 def validate(loop: "Trainer", plan: Plan) -> None:
-    """Write a row of val.csv, samples, and the checker's accuracy; after the run's last step they are those of
-    the weights that are exported. If the row is the best so far by keep_best, the step is saved."""
+    """Write a row of val.csv, samples, and the checker's accuracy. If the row is the best so far by keep_best, the step
+    is saved."""
     run = loop.run
     step_number = run.state.step
     if not run.examples["val"]:
@@ -246,13 +245,7 @@ def validate(loop: "Trainer", plan: Plan) -> None:
     is_saved = step_number > 0 and (save_is_due or checker_is_due(run, plan))
     if is_saved:
         run.save()
-    measured = nullcontext()
-    if step_number == plan.total:
-        from export import exported_weights
-
-        measured = exported_weights(run, "final", step_number)
-    with measured:
-        row, samples = validation_row(loop, plan)
+    row, samples = validation_row(loop, plan)
     run.state.unvalidated = False
     is_best = run.state.remember_if_best(row, run.cfg.keep_best)
     run.logger.validation(step_number, row, samples)
@@ -317,15 +310,20 @@ def finish(loop: "Trainer") -> None:
     """Compare the answers of the last weights with those before the run; export the last weights, and then
     the best ones, and score the test split with each."""
     from export import export_adapters, export_step
+    from models.export import is_rounded
 
     run = loop.run
     run.evaluator.compare(run.state.step)
     if run.cfg.lora.rank:
         export_adapters(run)
+    reason = ""
     if run.cfg.lora.quantize:
+        reason = "the measured base is in 4 bits"
+    elif is_rounded(run.source, run.cfg):
+        reason = "its weights are rounded to the types of the model's files"
+    if reason:
         say(
-            "the numbers of this run are of the base in 4 bits; an export has the adapters merged into the unquantised "
-            "base, which is another model: measure `final` itself"
+            f"`final` is another model than the measured one, because {reason}: measure `final` itself"
         )
     exports = {"final": run.state.step, "best": run.state.best_step}
     if run.cfg.keep_best and run.state.best_step is None:
@@ -344,23 +342,20 @@ def finish(loop: "Trainer") -> None:
             )
         elif test and (test[0].completions or run.evaluator.checker):
             run.load(checkpoint)  # what moved after it goes back, too
-            scores[name] = test_row(loop, name, step)
+            scores[name] = test_row(loop, name)
             say(f"test, {name} weights: {', '.join(format_cells(scores[name]))}")
     if scores and run.fabric.global_rank == 0:
         write_json(run.folder / "eval" / "test.json", scores)
 
 
-def test_row(loop: "Trainer", name: str, step: int) -> dict:
-    """The test split's row, of the weights that were exported as `name`: final or best. If there is a checker,
+def test_row(loop: "Trainer", name: str) -> dict:
+    """The test split's row, of the policy's weights. name: of their export, final or best. If there is a checker,
     the row has the share of right answers. These are in eval/test-final.json or test-best.json."""
-    from export import exported_weights
-
     run = loop.run
     test = run.examples["test"]
-    with exported_weights(run, name, step):
-        row = row_of(loop, test, "the test split")
-        if run.evaluator.checker:
-            evaluator = replace(run.evaluator, examples=test)
-            share, _ = evaluator.accuracy(run.state.step, f"test-{name}")
-            row = join_columns(row, {"checker_accuracy": share})
+    row = row_of(loop, test, "the test split")
+    if run.evaluator.checker:
+        evaluator = replace(run.evaluator, examples=test)
+        share, _ = evaluator.accuracy(run.state.step, f"test-{name}")
+        row = join_columns(row, {"checker_accuracy": share})
     return row

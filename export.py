@@ -7,8 +7,6 @@ How a folder is written: models/export.py.
 """
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,45 +18,20 @@ from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, run_cli, say
 from infra.files import publish_folder
 from infra.settings import LocalPath, find_path, refuse_unless
-from models.export import export_checkpoint, exported_type, make_card
+from models.export import export_checkpoint, make_card
 from models.hub import Source, find_model
-from models.load import load_model
 from models.lora import gather_adapters, write_peft
-from models.quantize import round_matrices
-from reference import AdaptersOff, other_weights
+from reference import AdaptersOff
 
 if TYPE_CHECKING:
     from run import Run
 
 
 def export_step(run: "Run", name: str, step: int) -> None:
-    """Make the folder `name`, final or best, of the checkpoint of this step, unless this process has done so. A
-    collective."""
-    if run.exported.get(name) == step:
-        return
+    """Make the folder `name`, final or best, of the checkpoint of this step. A collective."""
     # the base is run.source: the folder that the checkpoint's settings name may have moved
     source = Source(checkpoint_folder(run.folder, step), run.source)
     publish_folder(run.fabric, partial(export_checkpoint, source), run.folder / name)
-    run.exported[name] = step
-
-
-@contextmanager
-def exported_weights(run: "Run", name: str, step: int) -> Iterator[None]:
-    """Within this context the policy computes with the weights that are exported as `name`, final or best, of this
-    step. They differ from its own if the export rounds. A base in 4 bits keeps its own. A collective."""
-    dtype = exported_type(run.source, run.cfg)
-    if dtype is None or run.cfg.lora.quantize:
-        yield
-        return
-    export_step(run, name, step)
-    weights = None
-    if run.fabric.global_rank == 0 or run.cfg.strategy != "fsdp":
-        model = load_model(Source(run.folder / name), dtype=None)
-        if run.cfg.lora.rank:
-            round_matrices(model, run.cfg.precision)
-        weights = model.unique_parameters()
-    with other_weights(run.policy, run.reference, weights, dtype):
-        yield
 
 
 def export_adapters(run: "Run") -> None:

@@ -4,8 +4,6 @@ cache of log-probs on the disk."""
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +13,9 @@ from torch import nn
 
 from data import step_examples
 from infra.console import BadInput, progress, rank, say, user_error
-from infra.devices import all_reduce, local_part, place_like, set_weights, to_device
+from infra.devices import all_reduce, set_weights, to_device
 from infra.files import write_whole
 from infra.optimizer import Plan
-from infra.rounding import round_at_random
 from infra.settings import RunSettings
 from model import Scores
 from models.lora import disable_adapters, plain_name
@@ -62,12 +59,10 @@ class AdaptersOff:
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
-        # a context with the policy's own base, where other_weights has put another one there
-        self.own_base: Callable[[], AbstractContextManager] = nullcontext
 
     def compute(self, packed: PackedBatch, **options: Any) -> Scores:
         """options: see model.Packed.forward."""
-        with disable_adapters(self.policy), self.own_base():
+        with disable_adapters(self.policy):
             return self.policy(packed, **options)
 
     __call__ = compute
@@ -222,66 +217,3 @@ def precompute(loop: "Trainer", examples: list[Example], plan: Plan) -> None:
                 if micro.mismatched is not None:
                     run.reference(micro.mismatched.to(run.fabric.device))
     run.reference.release()
-
-
-# ---- other weights for a while --------------------------------------------------------------------
-
-
-@contextmanager
-def other_weights(
-    policy: nn.Module,
-    reference: Reference | None,
-    weights: dict[str, torch.Tensor] | None,
-    dtype: torch.dtype,
-) -> Iterator[None]:
-    """Within this context the policy computes with these weights, by their plain names: with adapters they are in
-    its base, and the adapters add nothing. dtype: the type of the folder that the weights come from. A
-    collective if the policy is sharded: rank 0 gives the weights, the others None.
-
-    The weights that change are set aside where they are. In full fine-tuning this takes the memory
-    that the gradient had. In a LoRA run it is a second base, in the folder's type if the base has its
-    numbers; the reference, which is the policy's base, then exchanges the two at each call."""
-    aside = {}
-
-    @torch.no_grad()
-    def exchange() -> None:
-        parameters = policy.unique_parameters()
-        for name, other in aside.items():
-            aside[name] = narrowed(parameters[name], dtype)
-            parameters[name].copy_(other)
-
-    @contextmanager
-    def own_base() -> Iterator[None]:
-        exchange()
-        try:
-            yield
-        finally:
-            exchange()
-
-    for name, p in policy.unique_parameters().items():
-        if "lora_A" in name or name.startswith("objective_module."):
-            continue
-        new = torch.zeros(p.shape)  # an adapter's B; and where rank 0's values count
-        if weights and "lora_B" not in name:
-            new = weights.pop(plain_name(name))
-        new = place_like(round_at_random(new.detach(), p.dtype, name), p)
-        if not torch.equal(local_part(new), local_part(p)):
-            aside[name] = narrowed(p, dtype)
-            p.detach().copy_(new)
-    is_own_base = isinstance(reference, AdaptersOff)
-    if is_own_base:
-        reference.own_base = own_base
-    try:
-        yield
-    finally:
-        exchange()
-        if is_own_base:
-            reference.own_base = nullcontext
-
-
-def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of x, in this type if that has all its numbers."""
-    narrow = x.detach().to(dtype, copy=True)
-    if torch.equal(local_part(narrow).to(x.dtype), local_part(x)):
-        return narrow
-    return x.detach().clone()

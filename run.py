@@ -9,7 +9,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,6 @@ class Run:
     reference_step: int = 0
     """The step after which policy and reference are equal: 0, or the start of an iteration. Changed by
     begin_iteration."""
-    exported: dict[str, int] = field(default_factory=dict)
-    """The folders that this process has exported (final, best), with their steps. Changed by export_step."""
 
     # ---- what an outer loop may change
 

@@ -11,11 +11,6 @@ def dtype_of(precision: str) -> torch.dtype:
     return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
 
 
-def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether `dtype` does not have all numbers of the other type."""
-    return torch.promote_types(dtype, other) != dtype
-
-
 def widest(types: Iterable[torch.dtype]) -> torch.dtype:
     """A type that has all numbers of these types."""
     wide, *rest = set(types)

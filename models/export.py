@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from infra.checkpoint import read_settings, read_state
-from infra.rounding import dtype_of, is_narrower, round_at_random, widest
+from infra.rounding import dtype_of, round_at_random, widest
 from infra.settings import RunSettings, read_text, refuse_unless
 from model import GPT, Block
 from models.hub import (
@@ -34,18 +34,16 @@ from models.hub import (
     write_config,
 )
 from models.load import load_model, put_on
-from models.lora import Adapter, delta_of
 
 # ---- types of weights ----------------------------------------------------------------------------
 
 
-def exported_type(source: Source, cfg: RunSettings) -> torch.dtype | None:
-    """The type of rounded trained weights in an export; None if it rounds none of them."""
-    if cfg.precision == "64-true":
-        return None
+def is_rounded(source: Source, cfg: RunSettings) -> bool:
+    """Whether an export rounds weights of a run: trained weights have at least float32, and the model's files may have
+    a narrower type. A run in 64-true writes float64."""
     types = stored_types(source.root).values()
-    narrow = [dtype for dtype in types if is_narrower(dtype, torch.float32)]
-    return widest(narrow) if narrow else None
+    is_narrow = any(torch.promote_types(dtype, torch.float32) != dtype for dtype in types)
+    return is_narrow and cfg.precision != "64-true"
 
 
 def _say_type_in_config(file: Path, types: set[torch.dtype]) -> None:
@@ -119,9 +117,8 @@ def export(
     notes: Mapping = {},
     dtype: torch.dtype | None = None,
     seed: int = 1,
-    adapters: Mapping[str, Adapter] = {},
 ) -> None:
-    """Write a model as a Hugging Face folder: a copy of the source's folder with these weights and adapters. rows: see
+    """Write a model as a Hugging Face folder: a copy of the source's folder with these weights. rows: see
     model.Packed. notes: more files, {name: text}. dtype: of all weights. None: each weight keeps its type in the
     source, but a run in 64-true writes float64. seed: of the rounding. `weights` is empty afterwards, so that a large
     model is not in memory twice."""
@@ -131,7 +128,7 @@ def export(
     if dtype:
         types = dict.fromkeys(types, dtype)
     out.mkdir(parents=True, exist_ok=True)
-    _write_weights(source, rows, weights, out, types, seed, adapters)
+    _write_weights(source, rows, weights, out, types, seed)
     for file in source.files:
         copy_text(file, out / file.name)
     _say_type_in_config(out / "config.json", set(types.values()))
@@ -148,7 +145,6 @@ def _write_weights(
     out: Path,
     types: dict[str, torch.dtype],
     seed: int,
-    adapters: Mapping[str, Adapter],
 ) -> None:
     """Write files of weights like the source's, with the same names. types: by these names. See export."""
     with torch.device("meta"):
@@ -166,8 +162,6 @@ def _write_weights(
                 key = next((key for key in keys if key in trained), name)
                 # not trained here: a vision tower, layers that predict more tokens, constants
                 x = trained.pop(key) if key in trained else stored.get_tensor(name)
-                if adapter := adapters.get(name_in_model.removesuffix(".weight")):
-                    x = _with_adapter(x, adapter, rows[name_in_model].transposed)
                 part[name] = round_at_random(x, types.get(name, x.dtype), key, seed)
                 size += part[name].nbytes
         save_file(part, out / file.name, {"format": "pt"})
@@ -200,14 +194,6 @@ def _trained_weights(
     return trained | revert_weight_conversion(shell, joined)
 
 
-def _with_adapter(x: torch.Tensor, adapter: Adapter, transposed: bool) -> torch.Tensor:
-    """A weight of the files with an adapter added to it. transposed: see Rows."""
-    delta = delta_of(adapter)
-    if transposed:
-        delta = delta.T
-    return x.to(torch.promote_types(x.dtype, torch.float32)) + delta
-
-
 def copy_text(file: Path, copy: Path) -> None:
     """Copy a file without its byte order mark, which would begin every prompt if the file is a chat template."""
     copy.write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
@@ -222,16 +208,13 @@ def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | Non
     dtype = dtype_of(settings["precision"])
     has_own_base = settings["lora"]["rank"] and not state.reference_has_moved
     # at least float32: a run in bfloat16 computes with a rounded base, the export takes the unrounded one
-    trained = torch.promote_types(dtype, torch.float32)
-    # adapters are added in float32 whatever the type of the base
-    as_stored = has_own_base and trained == torch.float32
-    gpt = load_model(source.base, dtype=None if as_stored else trained)
+    gpt = load_model(source.base, torch.promote_types(dtype, torch.float32))
     if has_own_base:
         refuse_unless(
             weights_hash(gpt.unique_parameters(), dtype) == state.hashes["model weights"],
             f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
         )
-    adapters = put_on(gpt, source.folder)
+    put_on(gpt, source.folder)
     # transformers cannot load a model with blocks of a fork's own
     library = "transformers" if GPT.block_class is Block else None
     notes = {"README.md": make_card(source, library)}
@@ -244,6 +227,6 @@ def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | Non
     rows = gpt.rows
     weights = gpt.unique_parameters()
     del gpt  # `export` frees the weights one by one
-    export(source, rows, weights, out, notes, export_dtype, seed, adapters)
+    export(source, rows, weights, out, notes, export_dtype, seed)
     if GPT.block_class is not Block:
         mark_blocks(out, GPT.block_class.__name__)

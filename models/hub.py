@@ -4,12 +4,11 @@ transformers reads and computes all of it. A checkpoint and a PEFT folder hold o
 their Source has a base, and models/load.py puts the trained weights into the base's model. This file
 does not import our model classes."""
 
-import contextlib
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
-from infra.rounding import is_narrower, round_at_random, widest
+from infra.rounding import round_at_random
 from infra.settings import find_path, read_text, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
@@ -321,8 +320,7 @@ def stored_types(folder: Path) -> dict[str, torch.dtype]:
     say another one."""
     types = {}
     for file in weight_files(folder):
-        not_whole = f"{file}: downloaded only in part? (hf download or git lfs pull fetches all)"
-        with user_error(not_whole), safe_open(file, "pt") as weights:
+        with safe_open(file, "pt") as weights:
             for name in weights.keys():
                 dtype = weights.get_tensor(name).dtype
                 if dtype.is_floating_point:
@@ -384,11 +382,10 @@ def refuse_missing_weights(folder: Path, files: list[Path]) -> None:
 
 
 def read_whole(
-    folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype | None
+    folder: Path, config: transformers.PretrainedConfig, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
-    """transformers' model of a Hugging Face folder, on the CPU, with its weights in `dtype`; None: in a
-    type that has all numbers of the files. Raises BadInput where weights are missing, unknown or of another shape:
-    transformers would only log this."""
+    """transformers' model of a Hugging Face folder, on the CPU, with its weights in `dtype`. Raises BadInput where
+    weights are missing, unknown or of another shape: transformers would only log this."""
     auto = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         advice = ""
@@ -397,8 +394,11 @@ def read_whole(
         raise BadInput(
             f"{folder}: transformers has no causal language model of type {config.model_type}{advice}"
         )
+    for file in weight_files(folder):
+        not_whole = f"{file}: downloaded only in part? (hf download or git lfs pull fetches all)"
+        with user_error(not_whole), safe_open(file, "pt"):
+            pass
     with user_error(None, folder):
-        dtype = dtype or widest(stored_types(folder).values())
         options = dict(attn_implementation="eager", dtype=dtype)
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
         hf, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
@@ -421,37 +421,6 @@ def blocks_of_decoder(decoder: transformers.PreTrainedModel) -> nn.ModuleList:
 
 # Largest difference of a log-prob, in nats, between models that compute in float32 or float64
 TOLERANCE = 1e-4
-
-
-@contextlib.contextmanager
-def compute_in_float32(model: nn.Module, blocks: nn.ModuleList) -> Iterator[None]:
-    """Within this context a model with weights in 16 bits computes as if they were in float32.
-    Only the weights outside the blocks, and those of the block that computes, are in float32."""
-    narrow = {}  # {weight: its numbers in 16 bits}
-
-    def widen(params: Iterable[nn.Parameter]) -> None:
-        for p in params:
-            if is_narrower(p.dtype, torch.float32):
-                narrow[p] = p.data
-                p.data = p.data.float()
-
-    def restore(params: Iterable[nn.Parameter]) -> None:
-        for p in params:
-            p.data = narrow.pop(p, p.data)
-
-    of_blocks = set(blocks.parameters())
-    outside = [p for p in model.parameters() if p not in of_blocks]
-    hooks = []
-    for block in blocks:
-        hooks.append(block.register_forward_pre_hook(lambda block, _: widen(block.parameters())))
-        hooks.append(block.register_forward_hook(lambda block, *_: restore(block.parameters())))
-    widen(outside)
-    try:
-        yield
-    finally:
-        restore(outside)
-        for hook in hooks:
-            hook.remove()
 
 
 def short_texts(

@@ -8,6 +8,7 @@ and compared in the same way. The texts are random ids: this sees no fault of a 
 import copy
 import hashlib
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,14 +25,12 @@ from head import logp_of
 from infra.checkpoint import read_settings, read_tensors
 from infra.console import BadInput, say, user_error
 from infra.devices import on_rank_0, set_weights
-from infra.rounding import dtype_of, is_narrower, round_at_random
+from infra.rounding import dtype_of, round_at_random
 from infra.settings import Lora, RunSettings
 from model import GPT, Block, Packed
 from models.hub import (
     Source,
-    blocks_of_decoder,
     check_logps,
-    compute_in_float32,
     find_model,
     litgpt_rows,
     litgpt_sizes,
@@ -42,7 +41,6 @@ from models.hub import (
     weights_hash,
 )
 from models.lora import (
-    Adapters,
     add_adapters,
     merge_adapters,
     take_out_adapters,
@@ -54,25 +52,22 @@ from records.tokenizer import Tokenizer
 from sampler import KVCache
 
 
-def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.float32) -> Packed:
-    """A model on the CPU, in eval mode. Its weights are rounded at random to `dtype`. None: they have the type of the
-    files, or float32 if adapters or trained weights were put into them. Raises BadInput."""
+def load_model(source: Source | Path | str, dtype: torch.dtype = torch.float32) -> Packed:
+    """A model on the CPU, in eval mode. It is read at least in float32, and its weights are rounded at random to
+    `dtype`. Raises BadInput."""
     if not isinstance(source, Source):
         source = find_model(str(source))
     # reading may draw random numbers; adapters, drawn later, must depend on torch's seed alone
     with torch.random.fork_rng(devices=[]):
-        gpt = _load_plain(source, torch.promote_types(dtype or torch.float32, torch.float32)).eval()
-    if dtype:
-        for name, p in gpt.unique_parameters().items():
-            p.data = round_at_random(p.data, dtype, name)
-    if isinstance(gpt, GPT):
-        return gpt.to(dtype) if dtype else gpt
-    # Copies: the weights of a file that is mapped into memory lie at odd addresses, where some products round
-    # otherwise than those of the reference, which is a copy; and another program may write the file.
-    for name, p in gpt.named_parameters():
-        p.data = p.data.to(dtype or p.dtype, copy=True)
+        gpt = _load_plain(source, torch.promote_types(dtype, torch.float32)).eval()
+    for name, p in gpt.unique_parameters().items():
+        # A copy: the weights of a file that is mapped into memory lie at odd addresses, where some products round
+        # otherwise than those of the reference, which is a copy; and another program may write the file.
+        p.data = round_at_random(p.data, dtype, name).clone()
         # A router only chooses by its bias, which never has a gradient: DDP waits for one of every trained weight.
         p.requires_grad = not name.endswith(("e_score_correction_bias", "expert_bias"))
+    if isinstance(gpt, GPT):
+        return gpt.to(dtype)
     for x in gpt.buffers():
         x.data = x.data.clone()  # tables of positions stay in float32
     return gpt
@@ -80,33 +75,23 @@ def load_model(source: Source | Path | str, dtype: torch.dtype | None = torch.fl
 
 def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     """A model with all adapters merged: transformers' model with the adapters of PEFT folders, compared, and then with
-    the trained weights of checkpoints. dtype: at least float32. A model that nothing was put into
-    may keep the narrower type of its files."""
+    the trained weights of checkpoints. dtype: at least float32."""
     if source.base and not (source.folder / "adapter_config.json").exists():
         gpt = _load_plain(source.base, dtype)
-        for p in gpt.parameters():
-            p.data = p.data.to(dtype)
-        merge_adapters(gpt.state_dict(), put_on(gpt, source.folder), gpt)
+        put_on(gpt, source.folder)
         return gpt
-    hf = _read_adapted(source, dtype if source.base else None)
-    # Some models keep a constant as a buffer (Gemma 3: the embedding's factor), which 16 bits would round. The check
-    # below would not see it, since it has the same buffer.
-    if any(x.is_floating_point() and is_narrower(x.dtype, dtype) for x in hf.buffers()):
-        hf = _read_adapted(source, dtype)
+    hf = _read_adapted(source, dtype)
     blocks = hf.config.blocks
     with user_error(f"model: {source.root}: {hf.config.model_type}"):
         prompts, completions = short_texts(hf)
-        with compute_in_float32(hf, blocks_of_decoder(hf.get_decoder())):
-            expected_T = plain_logps(hf, prompts, completions)
+        expected_T = plain_logps(hf, prompts, completions)
         gpt = litgpt_model(hf)
         if gpt is not None:
             copy_from(gpt, hf)
-            del hf  # a large model must not be in memory twice
         else:
             gpt = model_of_transformers(hf)
         if not _has_own_blocks(gpt, blocks):
-            with compute_in_float32(gpt, gpt.blocks):
-                _compare(gpt, prompts, completions, expected_T)
+            _compare(gpt, prompts, completions, expected_T)
     return gpt
 
 
@@ -136,9 +121,9 @@ def _has_own_blocks(gpt: Packed, blocks: str) -> bool:
 
 
 @torch.no_grad()
-def put_on(gpt: Packed, folder: Path) -> Adapters:
-    """Put a checkpoint's trained weights into its base, a model without adapters. -> the checkpoint's adapters, not
-    yet merged. Raises BadInput."""
+def put_on(gpt: Packed, folder: Path) -> None:
+    """Put a checkpoint's trained weights into its base, a model without adapters, and merge its adapters. Raises
+    BadInput."""
     with user_error(f"{folder}: does not fit its base"):
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
@@ -148,14 +133,15 @@ def put_on(gpt: Packed, folder: Path) -> Adapters:
                 return params[name].detach()  # shares the weight's memory
 
         read_tensors(folder, place)
-        return take_out_adapters(gpt)
+        adapters = take_out_adapters(gpt)
+        merge_adapters(gpt.state_dict(), adapters, gpt)
 
 
 # ---- PEFT's folders ------------------------------------------------------------------------------
 
 
-def _read_adapted(source: Source, dtype: torch.dtype | None) -> transformers.PreTrainedModel:
-    """transformers' model of a folder; for PEFT folders, of their base, with their changes. dtype: see read_whole.
+def _read_adapted(source: Source, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """transformers' model of a folder; for PEFT folders, of their base, with their changes.
     Raises BadInput."""
     if source.base is None:
         return read_whole(source.root, read_config(source), dtype)
@@ -251,13 +237,19 @@ def litgpt_model(hf: transformers.PreTrainedModel) -> GPT | None:
 
 @torch.no_grad()
 def copy_from(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
-    """Copy the weights of transformers' model, and its tables of rotary positions, into a model that
-    litgpt_model made. It is then on the same device."""
+    """Give a model that litgpt_model made the weights of transformers' model, and its tables of rotary positions. It
+    is then on the same device. The models share all weights but q, k and v: a large one must not be in memory twice."""
     hf_weights = hf.state_dict()
-    gpt.to_empty(device=hf.device)
-    gpt_weights = gpt.state_dict()
+    parts = defaultdict(list)
     for name, rows in gpt.rows.items():
-        rows.of(gpt_weights[rows.name]).copy_(hf_weights[name])
+        weight = hf_weights[name]
+        parts[rows.name].append(weight.T if rows.transposed else weight)
+    weights = {name: x[0] if len(x) == 1 else torch.cat(x) for name, x in parts.items()}
+    gpt.to_empty(device=hf.device)
+    is_tied = gpt.tied
+    gpt.load_state_dict(weights, assign=True)
+    if is_tied:
+        gpt.lm_head.weight = gpt.embedding.weight
     if gpt.config.rope_n_elem:
         position_1N = torch.arange(gpt.config.block_size, device=hf.device)[None]
         # rotary_emb returns the dtype of its first argument

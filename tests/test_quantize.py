@@ -38,7 +38,7 @@ def test_a_quantised_run_is_killed_resumed_and_exported_onto_the_sources_own_wei
     out = tmp_path / "run"
     killed((Logger, "step"), 4, lambda: train(llama, ratings, out, *argv))
     assert_same(train(llama, ratings, out, "--resume=auto", *argv), whole)
-    assert "the numbers of this run are of the base in 4 bits" in capsys.readouterr().out
+    assert "because the measured base is in 4 bits" in capsys.readouterr().out
     state = adapters_of(out)
     assert state and all("lora_" in n and x.dtype == torch.float32 for n, x in state.items())
 
