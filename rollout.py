@@ -109,7 +109,7 @@ class WithLogps(NamedTuple):
     with other settings."""
     max_gap: float = 0.1
     """How far the log-probs may be from the policy's: the mean absolute difference, in nats per token. Rounding alone
-    gave 1e-5 in float32, and up to 0.07 if one side was in bfloat16 (benchmarks/RESULTS.md)."""
+    gave 1e-5 in float32, and up to 0.07 if one side was in bfloat16."""
 
 
 def iteration_file(run: "Run", name: str, i: int) -> Path:

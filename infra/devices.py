@@ -82,7 +82,7 @@ def resolve_precision(precision: str | None, on_gpu: bool, n_layer: int, n_embd:
     if precision:
         return precision
     # A CPU with matrix products in bfloat16 gains from them if the blocks have more than 50M weights: 1.6 to 1.7 times
-    # at 135M (benchmarks/RESULTS.md). Without these products bfloat16 is about six times slower.
+    # at 135M. Without these products bfloat16 is about six times slower.
     cpu_multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     cpu_gains = cpu_multiplies and 12 * n_layer * n_embd**2 > 50e6
     precision = "bf16-mixed" if on_gpu or cpu_gains else "32-true"
@@ -94,8 +94,8 @@ def prepare_machine() -> None:
     """Make torch faster on this machine.
 
     On a CPU: let glibc keep the memory of freed tensors up to 32 MB. By default it returns most of this memory to the
-    kernel, which clears the pages for the next forward; a small model's step took 1.1 to 1.2 times as long
-    (benchmarks/RESULTS.md). The user's own settings of malloc stay.
+    kernel, which clears the pages for the next forward; a small model's step took 1.1 to 1.2 times as long.
+    The user's own settings of malloc stay.
 
     On a GPU: no attention kernels of cuDNN. torch 2.11 prefers them on an H100, but they build a plan for each new
     shape, and nearly every batch has a new shape.
