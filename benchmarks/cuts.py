@@ -15,7 +15,8 @@ runs are the same run.
 The sides are `ours`, `trl`, and the control `trl-zero`: TRL without z (apo_zero_unpaired). If the cuts of `trl-zero`
 agree, z is all that a cut changes.
 
-A finished run is a row of benchmarks/cuts.jsonl and is not run again. Other files are in out/cuts/. A row has:
+A finished run is a row of benchmarks/cuts.jsonl and is not run again. Other files are in out/cuts/. A missing run needs
+the files of the uncut runs of its side and of ours. A row has:
 
 - right: held-out answers that the demo's checker accepts, sampled by generate.py with one seed, and their number;
 - distance: |w - w of the uncut run| / |w of the uncut run - start|, over all weights.

@@ -303,8 +303,8 @@ def add_line(file: Path, row: dict) -> None:
 
 
 def run_once(file: Path, run: Callable[..., dict], **key) -> dict:
-    """The row of results of what a key names. If the file does not have it, run(**key) returns the rest of the row,
-    which is added to the file."""
+    """The row of the file that has this key. Without such a row, run(**key) returns the rest of it, and the whole row
+    is added to the file."""
     for row in read_lines(file):
         if row | key == row:
             return row
