@@ -1,15 +1,16 @@
 """One record of an answer: what generate.py, the page and online iterations write is trained on exactly the prompt that
 was answered. A record's own settings win over those of the run."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import train
+from tokens import write
 
 import generate
 import rollout
+from infra.files import read_lines
 from infra.settings import Data
 from models.hub import Source
 from rate.__main__ import RateSettings
@@ -52,15 +53,6 @@ def sampled(monkeypatch) -> list:
     return prompts
 
 
-def write(path: Path, *records: dict) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def trained(model: Path, file: Path, **settings) -> list:
     """The examples of a run on this file, with these settings of data."""
     data = Data(train=str(file), max_prompt=96, max_completion=32, **settings)
@@ -86,7 +78,7 @@ OTHERWISE = dict(date="2021-05-06", chat_template_kwargs="enable_thinking=false,
 def answered_by_program(model: Path, prompts: Path, out: Path, style: str | None) -> None:
     argv = [f"--model={model}", f"--prompts={prompts}", f"--out={out}", "--max_new_tokens=3"]
     generate.main([*argv, *([f"--chat_template_kwargs={style}"] if style else [])])
-    rows = lines_of(out)
+    rows = read_lines(out)
     write(out, *[row | {"label": True} for row in rows])
 
 
@@ -111,7 +103,7 @@ def test_kto_learns_from_exactly_the_prompts_that_were_answered(
 ):
     prompts, out = write(tmp_path / "p.jsonl", *PROMPTS), tmp_path / "a.jsonl"
     answer_all(model, prompts, out, style)
-    rows = lines_of(out)
+    rows = read_lines(out)
     n = len(PROMPTS) - 1 - bool(style)  # with the setting two records ask the same
     assert len(rows) == len(sampled) == n
     assert [row["solution"] for row in rows if "solution" in row] == [2**62 + 1, 2]
@@ -141,7 +133,7 @@ def test_online_iterations_write_records_that_kto_learns_from(model, sampled, tm
     whole = {answer.fields["solution"] for answer in seen}
     assert whole == {2, 2**60 + 1, 2**62 + 1} and {type(x) for x in whole} == {int}
     answered, rated = (
-        lines_of(tmp_path / f"run/iterations/{x}-1.jsonl") for x in ("answers", "rated")
+        read_lines(tmp_path / f"run/iterations/{x}-1.jsonl") for x in ("answers", "rated")
     )
     assert len(answered) == len(PROMPTS) - 1, "equal but for the answer"
     for name, rows in (("a", [x | {"label": True} for x in answered]), ("r", rated)):

@@ -315,19 +315,6 @@ def test_a_text_that_the_template_writes_twice_is_refused(tmp_path):
         t.render(Record([user("p")], []))
 
 
-def test_reasoning_of_earlier_turns_may_be_left_out_and_is_counted(real, load):
-    turns = [user("Is it?"), bot(THOUGHT), user("Sure?")]
-    fields = [user("Is it?"), REASONED, user("Sure?")]
-    for name, prompt, n in (
-        ("qwen3", turns, 1),
-        ("zephyr", turns, 0),
-        ("qwen3", fields, 1),
-        ("llama-3", fields, 1),
-    ):
-        _, counts = load([rated(prompt, [bot(THOUGHT)])], Tokenizer(Source(real(name))))
-        assert counts["with reasoning in earlier turns, which the chat template drops"] == n
-
-
 # ---- where an answer ends ------------------------------------------------------------------------
 
 

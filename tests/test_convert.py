@@ -16,6 +16,7 @@ from tokens import bot, chat, rated, user, write
 
 from convert.program import main
 from infra.console import BadInput
+from infra.files import read_lines
 from records.examples import Example
 
 FORMS = ROOT / "convert" / "forms"
@@ -27,16 +28,12 @@ def table(name: str) -> dict[str, dict]:
     return yaml.safe_load((ROWS / name).read_text(encoding="utf-8"))
 
 
-def convert(source, kind="rated", **settings) -> str:
+def convert(source, kind="rated", **settings) -> Path:
     """The file that is written."""
-    out = f"{source}.{kind}.jsonl"
+    out = Path(f"{source}.{kind}.jsonl")
     options = [f"--{name}={value}" for name, value in settings.items()]
     main([str(source), f"--out={out}", f"--kind={kind}", *options])
     return out
-
-
-def records_of(file) -> list[dict]:
-    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
 def turns_of(text: str) -> list[str]:
@@ -130,7 +127,7 @@ def test_a_record_of_any_shape_is_read_by_settings_alone(tmp_path, capsys, name)
     if "counts" in shape:
         assert counted(capsys) == shape["counts"]
     for kind, fields in shape.get("written", {}).items():
-        records = records_of(convert(source, kind, **shape["options"]))
+        records = read_lines(convert(source, kind, **shape["options"]))
         found = [
             {x: r.get(x) for x in expected} for r, expected in zip(records, fields, strict=True)
         ]
@@ -234,7 +231,7 @@ finally:
     print(*{{"torch", "transformers", "datasets", "numpy"}} & set(sys.modules), time, file=sys.stderr)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert len(records_of(tmp_path / "o.jsonl")) == 10_000
+    assert len(read_lines(tmp_path / "o.jsonl")) == 10_000
     assert float(run.stderr) < 2, "no module but ours; some seconds for 100,000 records"
 
 
@@ -251,6 +248,6 @@ def test_a_long_run_of_blanks_in_a_text_is_read_at_once(tmp_path):
     for text in (" " * 300_000 + "x", "<details " * 30_000 + "x"):
         source = write(tmp_path / "d.jsonl", {"q": text, "a": text})
         began = time.monotonic()
-        (record,) = records_of(convert(source, "demonstrations", columns="prompt=q,completion=a"))
+        (record,) = read_lines(convert(source, "demonstrations", columns="prompt=q,completion=a"))
         assert (record["prompt"], record["completion"]) == (text, text)
         assert time.monotonic() - began < 5

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import sys
 from itertools import chain, product
 
 import datasets
@@ -15,7 +16,7 @@ import pytest
 import tokenizers
 import torch
 from conftest import train
-from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, user, write
+from tokens import CHAT, EOS, bos, bot, chat, folder, ids_of, plain, rated, real, user, write
 
 import data
 import kto
@@ -34,6 +35,9 @@ from records.examples import (
 )
 from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
+
+sys.path.append(str(CHAT))
+from chat_records import RECORDS as DIALOGUES  # noqa: E402
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):
@@ -197,30 +201,17 @@ def test_a_class_of_a_table_is_its_name_not_the_number_of_its_name(tmp_path, nam
     assert "label: missing" in no_class
 
 
-# Writes all that a record can give to a template.
-ALL = (
-    "{{ tools | tojson }}{{ o1 | tojson if o1 is defined }}{{ s2 | tojson if s2 is defined }}"
-    "{% for m in messages %}{{ m.role + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant{% endif %}"
-)
-
-
-CALL = {"function": {"name": "f", "arguments": {"n": 1, "o": {"s": "é", "l": ["x", ""]}}}}
-TOOL = {"name": "f", "parameters": {"o": {"b": True, "f": 0.5}, "s": "null"}}
-# The first record has every key: the order of a struct's keys is the table's.
-RECORDS = [
-    rated([user("p"), bot("d") | {"tool_calls": [CALL]}, user("q")], [bot("c")], weight=0.25)
-    | {"system": "s", "tools": [TOOL], "chat_template_kwargs": {"o1": {"m": [{"b": False}]}, "s2": "a"}},
-    rated([user("p"), bot("d"), user("007")], [bot("NA")], False),
-    rated([user("p"), bot("d"), user("q")], [bot("c")]) | {"chat_template_kwargs": {"s2": ""}},
-    rated([user("p"), bot("d"), user("q")], [bot("c")]) | {"tools": [{"name": "g"}], "weight": 2},
-]  # fmt: skip
+# tools, calls, results, settings of a template, and texts that a table may take for something else
+RECORDS = [*DIALOGUES["tool results"], *DIALOGUES["thinking"], rated([user("007")], [bot("NA")])]
+RECORDS = [r | {"label": i % 2 == 0, "weight": i / 4} for i, r in enumerate(RECORDS)]
+RECORDS[0]["chat_template_kwargs"] = {
+    "enable_thinking": True
+}  # a table has the columns of its first record
 
 
 def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=ALL)))
+    tokenizer = Tokenizer(Source(real("qwen3", tmp_path / "t")))
     (tmp_path / "hub").mkdir()
     source = write(tmp_path / "a.jsonl", *RECORDS)
     (tmp_path / "a.json").write_text(json.dumps(RECORDS))
@@ -235,7 +226,7 @@ def test_the_same_records_give_the_same_ids_from_every_source(tmp_path, monkeypa
     cells.to_csv(tmp_path / "a.tsv", index=False, sep="\t")
     limits = dict(max_prompt=9999, max_completion=99)
     right = [(ids(e), e.label, e.weight) for e in read(source, tokenizer, **limits)]
-    assert len({str(x) for x in right}) == 4, "else nothing is compared"
+    assert len({str(x) for x in right}) == len(RECORDS), "else nothing is compared"
     for name in "a.json a.csv a.tsv a.parquet c.parquet a hub".split():
         found = [(ids(e), e.label, e.weight) for e in read(tmp_path / name, tokenizer, **limits)]
         assert found == right, name

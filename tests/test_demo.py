@@ -1,23 +1,19 @@
 """The demo's kit: a task is its words, its prompt, its answer and its checker."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from demo import make as kit
 from demo.check import is_sorted, plain, quoted
+from infra.files import read_lines
 
 ROOT = Path(__file__).parent.parent
 
 
-def records(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name, n", [("train", 6000), ("val", 500)])
 def test_the_demos_ratings_are_its_checkers_of_answers_in_the_base_models_form(name, n):
-    rated = records(ROOT / "demo" / f"{name}.jsonl")
+    rated = read_lines(ROOT / "demo" / f"{name}.jsonl")
     assert all(r["label"] == is_sorted(r["prompt"], r["completion"]) for r in rated)
     assert len(rated) == n and not any(r["completion"].startswith(">") for r in rated)
     assert 0.4 < sum(r["label"] for r in rated) / n < 0.6
@@ -55,7 +51,7 @@ def test_another_task_is_made_by_ten_lines(small, tmp_path):
     kit.make(task, tmp_path / "a")
     assert task.check("reverse: 1 2 3 =", " 3 2 1") and task.check("reverse: 1 2 3 =", "> 3 2 1")
     assert not task.check("reverse: 1 2 3 =", " 1 2 3")
-    rated = records(tmp_path / "a" / "train.jsonl")
+    rated = read_lines(tmp_path / "a" / "train.jsonl")
     assert all(r["label"] == task.check(r["prompt"], r["completion"]) for r in rated) and rated
     kit.make(task, tmp_path / "b")
     for file in (tmp_path / "a").rglob("*.*"):

@@ -2,7 +2,6 @@
 is done with an engine's log-probs."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from conftest import (
 )
 
 from infra.console import BadInput, Failed
+from infra.files import read_lines
 from rollout import WithLogps
 
 sys.path.append(str(ROOT / "examples"))
@@ -82,13 +82,11 @@ def go(tiny, data, out: Path, server: str, *argv: str) -> dict:
 
 def asked(log: Path, path: str) -> list[dict]:
     """The bodies of the requests to this path."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [body for at, body in lines if at == path]
+    return [body for at, body in read_lines(log) if at == path]
 
 
 def answers(out: Path, i: int) -> list[dict]:
-    lines = (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_lines(out / "iterations" / f"answers-{i}.jsonl")
 
 
 @pytest.fixture(scope="module")

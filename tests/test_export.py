@@ -216,13 +216,11 @@ def test_each_weight_keeps_the_type_of_its_file_and_what_is_frozen_its_bits(llam
     for file in {*file_of.values()}:
         part = {n: x for n, x in weights.items() if file_of[n] == file}
         save_file(part, source / file, {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "float16"}
+    (source / "config.json").write_text(json.dumps(config))
     argv = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-2")
     train(source, rated, tmp_path / "run", *argv, "--lora.rank=2", "--lora.targets=q_proj")
     final = tmp_path / "run" / "final"
-    written = json.loads((final / "model.safetensors.index.json").read_text())
-    assert written["weight_map"] == file_of
     found = {n: x for file in final.glob("*.safetensors") for n, x in load_file(file).items()}
     assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in weights.items()}
     changed = [n for n, x in found.items() if not torch.equal(x, weights[n])]
@@ -300,18 +298,6 @@ def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
     }
     assert ranks == {config["r"]}
     assert not config.get("rank_pattern") and not config.get("alpha_pattern")
-
-
-def test_a_peft_folders_own_tokenizer_is_the_exports(lora, llama, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(llama, base)
-    (base / "chat_template.jinja").write_text("not that of the adapter")
-    folder = peft_folder(lora, tmp_path / "peft", base_model_name_or_path=str(base))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(base / name, folder)
-    found = {file.name: file.parent for file in find_model(str(folder)).files}
-    assert found["tokenizer_config.json"] == folder and found["config.json"] == base
-    assert "chat_template.jinja" not in found
 
 
 def test_an_adapter_whose_base_is_missing_or_itself_is_refused_with_its_setting(lora, tmp_path):

@@ -27,7 +27,6 @@ from tiny_models import (
     same_weights,
     their_logits,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import model
@@ -290,33 +289,6 @@ def test_a_run_goes_out_to_transformers_and_peft(name, options, ratings, tmp_pat
         assert same(their_logits(adapted), ours, 1e-4)
 
 
-class Watch(TorchDispatchMode):
-    """Counts where a GPU would be waited for, and keeps the types of the products of all experts."""
-
-    n_waits = 0
-
-    def __init__(self):
-        super().__init__()
-        self.of_experts = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        self.n_waits += name in ("aten::_local_scalar_dense", "aten::nonzero")
-        if name == "aten::_grouped_mm":
-            self.of_experts += [args[0].dtype, args[1].dtype]
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mixtral"])
-def test_a_gradient_waits_for_no_device_and_experts_multiply_as_autocast_does(name, tmp_path):
-    folder_of(name, tmp_path)
-    gpt, batch, watch = load.load_model(tmp_path).train(), pack(*ragged(2, 512, 0)), Watch()
-    with torch.autocast("cpu", torch.bfloat16), watch:
-        gpt(batch).logps.sum().backward()
-    assert watch.n_waits == 0
-    assert {*watch.of_experts} == ({torch.bfloat16} if name == "mixtral" else set())
-
-
 def test_the_dropout_of_a_config_is_switched_off_and_stays_in_the_export(tmp_path):
     folder_of("starcoder2", tmp_path / "in")
     file = tmp_path / "in" / "config.json"
@@ -349,8 +321,9 @@ def test_two_ranks_do_what_one_does_also_with_constants_in_the_files(name, ratin
     """transformers' own class freezes a router's bias, and its from_pretrained lets it train."""
     source, argv = tmp_path / "source", (*STEPS, "--optim.weight_decay=0.1", *RANKS[name])
     hf = folder_of(name, source)
-    tensors = hf.state_dict()
-    constants = {n: x.fill_(0.75) for n, x in tensors.items() if n.endswith(CONSTANTS)}
+    for n, x in hf.state_dict().items():
+        if n.endswith(CONSTANTS):
+            x.fill_(0.75)
     hf.save_pretrained(source)
     one = train(source, ratings, tmp_path / "one", *argv[:-1])
     two = ranks(2, lambda _: train(source, ratings, tmp_path / "two", *argv))[0]
@@ -358,9 +331,8 @@ def test_two_ranks_do_what_one_does_also_with_constants_in_the_files(name, ratin
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     assert all(same(x, two["weights"][n], 1e-4) for n, x in one["weights"].items())
-    stored = load_file(source / "model.safetensors")
-    kept = [n for n in stored if n.endswith(CONSTANTS)]
-    assert constants and kept and all(torch.equal(two["weights"][n], stored[n]) for n in kept)
+    kept = [x for n, x in two["weights"].items() if n.endswith(CONSTANTS)]
+    assert kept and all((x == 0.75).all() for x in kept)
 
 
 def without_windows(monkeypatch) -> str:

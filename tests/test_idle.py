@@ -4,7 +4,7 @@ from importlib import import_module
 from unittest import mock
 
 import pytest
-from conftest import ROOT, start, train
+from conftest import start, train
 
 import run as run_module
 from infra.console import BadInput
@@ -212,11 +212,3 @@ def test_generate_refuses_settings_that_have_no_effect(argv, message, tiny):
         start("generate", [f"--model={tiny}", "--prompt=a", *argv.split()])
     names = [word[2:].split("=")[0] for word in argv.split()]
     assert all(name in str(e.value) for name in names if name != "temperature")
-
-
-@pytest.mark.parametrize("program", ["export", "sweep"])
-def test_an_address_is_no_folder_to_write_into(program, capsys):
-    argv = {"export": [ROOT, "--out=s3://x/y"], "sweep": ["kto.py", "--out_dir=s3://x/y"]}
-    with pytest.raises(SystemExit):
-        start(program, argv[program])
-    assert "invalid LocalPath value: 's3://x/y'" in capsys.readouterr().err

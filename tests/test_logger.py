@@ -1,13 +1,11 @@
 """What a run writes between steps: csv files that survive a kill, progress, trackers, answers."""
 
 import math
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT, rows_of, train
 
 import kto
@@ -15,7 +13,7 @@ from evaluation import format_before_after
 from infra import console
 from infra.checkpoint import RunState
 from infra.console import BadInput
-from infra.logger import Logger, add_row, cut_rows, speed_of
+from infra.logger import Logger, add_row, cut_rows
 from infra.optimizer import Plan
 from infra.settings import Data
 
@@ -219,14 +217,3 @@ def test_the_best_is_the_lowest_loss_or_kl_and_the_highest_of_all_else(column, v
     assert steps == best and state.best_step == max(best, default=None)
     with pytest.raises(BadInput, match="^keep_best: los: not in val.csv, which has loss, kl$"):
         state.remember_if_best({"loss": 0.5, "kl": 0.1}, "los")
-
-
-# ---- speed ---------------------------------------------------------------------------------------
-
-
-def test_a_steps_speed_and_the_peak_memory_of_the_process():
-    example = SimpleNamespace(prompt=[0] * 5, completions=([0] * 3, [0] * 4))
-    found = speed_of([example] * 2, 0.5, torch.device("cpu"))
-    assert (found["tokens/s"], found["seconds"]) == (48, 0.5)
-    peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-    assert found["memory_gb"] == pytest.approx(peak_kib * 1024 / 1e9, rel=0.05)

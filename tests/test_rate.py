@@ -17,6 +17,8 @@ import yaml
 from conftest import ROOT, Started, start, until
 from tokens import write
 
+from infra.files import read_lines
+
 QUESTION = [{"role": "user", "content": "What is <b>rust</b>?"}]
 ANSWER = "Iron & <i>air</i>."
 
@@ -95,7 +97,7 @@ def page_of_module(chat, tmp_path_factory):
 
 
 def lines(file: str = "ratings.jsonl") -> list[dict]:
-    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+    return read_lines(Path(file))
 
 
 def record(label: bool, answer: str = ANSWER) -> dict:

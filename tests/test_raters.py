@@ -15,6 +15,7 @@ from test_forks import ONLINE
 
 from evaluation import Answer
 from infra.console import BadInput, Failed
+from infra.files import read_lines
 from records.examples import Example
 
 sys.path.append(str(ROOT / "examples"))
@@ -28,11 +29,7 @@ COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
 
 
 def rated(out: Path, i: int) -> list[dict]:
-    return [row["example"] for row in rows_in(out / "iterations" / f"rated-{i}.jsonl")]
-
-
-def rows_in(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines() if line]
+    return [row["example"] for row in read_lines(out / "iterations" / f"rated-{i}.jsonl")]
 
 
 # ---- examples/judge.py ---------------------------------------------------------------------------
@@ -215,7 +212,7 @@ def test_answers_have_the_scores_that_transformers_gives_to_their_dialogues(
     train(tiny, data, tmp_path / "run", *argv, program="online", **handed)
     examples = rated(tmp_path / "run", 1)
     scores = []
-    lines = rows_in(tmp_path / "run" / "iterations" / "answers-1.jsonl")
+    lines = read_lines(tmp_path / "run" / "iterations" / "answers-1.jsonl")
     for example, line in zip(examples, lines, strict=True):
         dialogue = json.loads(example["extra"]["dialogue"])
         assert [turn["role"] for turn in dialogue] == ["system", "user"]

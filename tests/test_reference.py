@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import transformers
 from conftest import assert_same, numbers, ranks, rows_of, train
-from tiny_models import GPT2, GQA, HF, made, same
+from tiny_models import GPT2, made, same
 
 import reference
 from infra.console import BadInput
@@ -129,15 +129,3 @@ def test_records_and_answers_end_where_the_context_of_a_shorter_reference_ends(
     argv += (f"--data.val={ratings}", "--eval.max_new_tokens=100")
     train(tiny, ratings, tmp_path, *argv, checker=lambda answers: [True] * len(answers))
     assert float(rows_of(tmp_path / "val.csv")[-1]["kl/own"]) != 0, "the reference scored them"
-
-
-def test_a_model_computes_no_text_beyond_its_context(tmp_path):
-    for name, config in (("llama", HF["llama"]), ("gemma", transformers.GemmaConfig(**GQA))):
-        made(config, tmp_path / name)
-        gpt = load.load_model(tmp_path / name)
-        ids = np.arange(40)
-        assert gpt(pack([ids], [(ids[:24],)])).logps.isfinite().all()
-        with pytest.raises(
-            BadInput, match="^a text of 66 tokens, .* exceeds the model's context of 64$"
-        ):
-            gpt(pack([ids], [(ids[:26],)]))

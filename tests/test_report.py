@@ -105,19 +105,6 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_seed(show, sett
     assert all(group.endswith(name) for group, name in zip(found, names, strict=True)), found
 
 
-def test_the_picture_has_a_colour_for_each_group_and_smooth_curves(show, monkeypatch):
-    figures = []
-    monkeypatch.setattr(report.Figure, "savefig", lambda figure, *_: figures.append(figure))
-    groups = [{"kto": {"beta": 0}}, {"kto": {"beta": 1}}, {"kto": {"beta": 0}, "seed": 2}]
-    show(*(show.run(f"out/{i}", "4,0.7,0,0.4,0\n", **group) for i, group in enumerate(groups)))
-    kl = next(ax for ax in figures[0].axes if ax.get_title() == "kl")
-    curves = [line for line in kl.lines if len(line.get_ydata()) == 4]
-    assert len(curves) == 3 and len({x.get_color() for x in curves}) == 2
-    weights = [(5 / 6) ** n for n in range(4)]
-    expected = (3 * weights[0] + 2 * weights[1]) / sum(weights)
-    assert curves[0].get_ydata()[-1] == pytest.approx(expected)
-
-
 def test_runs_that_have_not_ended_and_a_folder_that_is_no_run(show, tmp_path):
     rows = {"a": "2,0.5,1,,\n4,0.3,2,,\n", "b": "2,0.4,1,,\n", "c": "2,0.6,1,,\n"}
     runs = [

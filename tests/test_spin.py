@@ -1,7 +1,5 @@
 """SPIN: iterations whose reference is the last policy; the same loop, the same guarantees."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from data import Step
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput
 from infra.devices import set_weights
+from infra.files import read_lines
 from infra.parse import parse
 from infra.settings import Data, Lora
 from models import load
@@ -41,8 +40,7 @@ def saved(out, step: int, kind: str) -> dict:
 
 def ids_of(out, i: int) -> list[list[int]]:
     """The answers of iteration i."""
-    lines = (out / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
-    return [json.loads(line)["ids"] for line in lines]
+    return [row["ids"] for row in read_lines(out / "iterations" / f"answers-{i}.jsonl")]
 
 
 def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
