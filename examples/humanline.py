@@ -3,7 +3,7 @@
     python examples/humanline.py
     python examples/humanline.py --config config/lora.yaml --model M --reference M --precision 32-true --data.train F
 
-A reference in bfloat16 takes only a part of what adapters have learned (docs/forks.md).
+In bfloat16 the reference is the policy with its weights rounded at random, so --precision 32-true is closer.
 
 The clip and its limits are those of the authors' code (HALOs), for the mismatched pairs of z too. There the reference
 becomes the policy just before each step; the paper has every k steps (--kto.sync_interval). Two things differ, as in

@@ -68,9 +68,12 @@ def program_file() -> Path:
 
 
 def say(line: str) -> None:
-    """Print on rank 0."""
+    """Print on rank 0. If nobody can read the line any more, the program continues without output."""
     if rank() == 0:
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError:  # the terminal is closed, or the reader of a pipe has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 shows_progress = True  # setup sets it to the setting `progress`

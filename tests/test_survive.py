@@ -5,6 +5,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -274,6 +276,16 @@ def test_a_rank_that_fails_ends_the_others(failing, argv_of, tmp_path):
     why[failing] = "all is lost"
     said = [f"error: {why[0]}\n", f"rank 1: error: {why[1]}\n"]
     assert [(code, stderr) for code, _, stderr in ended] == [(1, said[0]), (1, said[1])]
+
+
+def test_a_program_continues_if_nobody_can_read_its_lines_any_more():
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from infra.console import say; say('one'); say('two'); print('not flushed')"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_what_takes_less_memory_is_said_where_it_runs_out(capsys):
