@@ -153,12 +153,11 @@ def load_file(
             with collect(faults, where):
                 marked = token_label(record, prompt, completions[0], tokenizer)
                 example = example._replace(token_label=marked[: data.max_completion])
-        fields = {}
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
             fields = fields_of_prompt(asked_record(record, tokenizer, by_template))
+            example = example._replace(asked=fields)
         if data.split:
             example = example._replace(conversation=conversation_of(record, by_template))
-        example = example._replace(asked=fields)
         examples += learned_from(example, kind, counts)
     refuse(faults)
     return examples
@@ -435,15 +434,12 @@ def split_by_conversation(examples: list[Example], proportions: str) -> list[lis
 def conversation_of(record: Record, by_template: bool) -> str:
     """The words of the user's first turn, or of a plain prompt. Two examples are of one conversation if one of these
     texts begins with the other."""
-    text = record.prompt
-    end = ""
-    if by_template:
-        turns = as_turns(record.prompt)
-        of_user = [turn for turn in turns if turn["role"] == "user"]
-        text = str((of_user or turns)[0]["content"])
-        end = "\n"  # so a turn begins with no other turn
+    turns = as_turns(record.prompt)
+    of_user = [turn for turn in turns if turn["role"] == "user"]
+    words = re.findall(r"\w+|[^\w\s]", str((of_user or turns)[0]["content"]))
     # a blank after each word: `In` does not begin with `I`, but `I am` does
-    return "".join(f"{word} " for word in re.findall(r"\w+|[^\w\s]", text)) + end
+    text = "".join(f"{word} " for word in words)
+    return f"{text}\n" if by_template else text  # with its end, a turn begins with no other turn
 
 
 def beginnings_of(texts: Iterable[str]) -> dict[str, str]:

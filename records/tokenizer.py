@@ -102,7 +102,7 @@ class Tokenizer:
             (not by_template, names, "no record goes through the chat template"),
             (by_template and bool(unread), f"{prefix}chat_template_kwargs", reason),
             (
-                by_template and "strftime_now" not in template,
+                by_template and not self.chat.uses_date,
                 f"{prefix}date",
                 "the chat template prints no date",
             ),

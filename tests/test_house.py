@@ -108,7 +108,7 @@ BUDGETS = {
     "trainer.py": 2_835,  # the reference names the tokens of Objective.top_k
     "infra/": 13_300,  # the signs of a sick run (health.py); empty texts as values; a closed terminal
     "models/": 10_255,
-    "records/": 11_505,  # data.split refuses negative shares
+    "records/": 11_495,  # data.split refuses negative shares
     "convert/": 10_250,  # withdrawn ratings in conversations; the line of each fault in a tree; values of two meanings
     "rate/": 2_200,
     "tests/": 97_560,  # 
