@@ -147,5 +147,5 @@ def prompt_fields(layout: Layout, raw: dict) -> dict:
     if layout.marks:
         for name in fields:
             if ALIASES.get(name, name) in PROMPTS:
-                fields[name] = as_turns(split_turns(fields[name], layout.marks))
+                fields[name] = as_turns(split_turns(layout, fields[name]))
     return fields

@@ -106,6 +106,7 @@ class Layout:
                 raise BadInput(f"--roles: {role}: no role; there is {', '.join(ROLES)}")
             self.roles |= dict.fromkeys(names.lower().split("|"), role)
         marks = named("--turns", HH if settings.turns == "hh" else settings.turns)
+        self.was_marked = False  # whether a text had a mark
         self.marks = {mark.replace("\\n", "\n"): role for role, mark in marks.items()}
         # all records of a file are one tree of messages
         self.is_tree = "id" in self.columns and "messages" not in self.columns

@@ -43,7 +43,7 @@ def text_or_turns(layout: Layout, name: str, value: object) -> object:
             raise BadInput(f"{name}: {e}") from None
         messages = content if isinstance(content, list) else [content]
         if not messages or not all(map(is_message, messages)):
-            return split_turns(own_words(layout, value), layout.marks)
+            return split_turns(layout, own_words(layout, value))
     else:
         messages = value if isinstance(value, list) else [value]
     if messages and all(isinstance(x, dict) for x in messages):
@@ -122,9 +122,10 @@ def text_of(content: object) -> str:
 # ---- texts with marks at the beginning of turns (--turns) -----------------------------------------
 
 
-def split_turns(text: object, marks: dict[str, str]) -> object:
-    """The messages of a text with marks at the beginning of turns. A text without marks stays one, and so do messages.
-    marks: {mark: role}; none if --turns is not given."""
+def split_turns(layout: Layout, text: object) -> object:
+    """The messages of a text with marks at the beginning of turns. A text without marks stays one, and so do
+    messages."""
+    marks = layout.marks
     if not marks or not isinstance(text, str):
         return text
     longest_first = sorted(marks, key=len, reverse=True)  # a mark may begin with another one
@@ -133,6 +134,7 @@ def split_turns(text: object, marks: dict[str, str]) -> object:
     before, *parts = map(str.strip, re.split(f"({pattern})", text))
     if not parts:
         return before
+    layout.was_marked = True
     roles = {mark.strip(): role for mark, role in marks.items()}
     turns = [{"role": "user", "content": before}] if before else []
     for mark, words in zip(parts[::2], parts[1::2]):

@@ -14,8 +14,8 @@ from convert.layout import Conversion
 from convert.paths import nearest, paths_in
 from convert.reader import Reader
 from infra.console import BadInput, user_error
-from infra.parse import parse_command, read_yaml
-from infra.settings import find_path, read_text, split_commas
+from infra.parse import parse_command, read_config_file
+from infra.settings import find_path, split_commas
 from preview import show_record
 from records.forms import ENCODER, as_text, understand_record
 from records.sources import decoded_records, files_of, split_sources
@@ -44,7 +44,9 @@ def settings_of(words: list[str]) -> Conversion:
         words = ["--file", *words]
     settings = parse_command(Conversion, __doc__, words)
     if settings.form:
-        settings = parse_command(Conversion, __doc__, words, read_form(settings.form))
+        settings = parse_command(
+            Conversion, __doc__, [*words, "--config", form_file(settings.form)]
+        )
     out = Path(settings.out or "x.jsonl")
     files = [Path(file) for part in split_sources(settings.file) for file in files_of(part)]
     is_the_source = out.exists() and any(file.exists() and file.samefile(out) for file in files)
@@ -53,14 +55,13 @@ def settings_of(words: list[str]) -> Conversion:
     return settings
 
 
-def read_form(name: str) -> dict:
-    """The settings of a form, by its name in convert/forms or its file. Raises BadInput."""
+def form_file(name: str) -> str:
+    """The file of a form: its name in convert/forms, or a file. Raises BadInput."""
     file = find_path(name) if name.endswith((".yaml", ".yml")) else FORMS / f"{name}.yaml"
     if not file.exists():
         names = [form.stem for form in sorted(FORMS.glob("*.yaml"))]
         raise BadInput(f"--form: {name}: no such form; there is {nearest(name, names)}")
-    with user_error("--form", str(file)):
-        return read_yaml(read_text(file))
+    return str(file)
 
 
 def write(records: Iterable[dict], settings: Conversion, counts: Counter) -> None:
@@ -108,7 +109,7 @@ def with_fitting_form(settings: Conversion) -> Conversion:
     if form and not settings.out:
         more = "; without it these are records of ours" if n_ours else ""
         print(f"--form {form} fits{more}", flush=True)
-        return replace(settings, form=form, **read_form(form))
+        return replace(settings, form=form, **read_config_file(form_file(form)))
     if n_ours or not sample:
         return settings
     lines = [fault, "no form of convert/forms fits; say where the fields are (docs/convert.md):"]
@@ -121,7 +122,7 @@ def fitting_form(settings: Conversion, sample: list) -> str | None:
     """The form of convert/forms that fits: all its paths are in these records, and no fitting form has more paths."""
     ranks = {}
     for file in sorted(FORMS.glob("*.yaml")):
-        form = read_form(file.stem)
+        form = read_config_file(str(file))
         is_for_pairs = file.stem.endswith("_pairs")
         if is_for_pairs and settings.kind != "paired":
             continue
@@ -140,7 +141,5 @@ def try_settings(settings: Conversion, sample: list) -> tuple[int, str]:
             n_records += 1
     except BadInput as e:
         return n_records, str(e).splitlines()[0]
-    text = str(sample)
-    marks = reader.layout.marks
-    has_marks = not marks or any(repr(mark)[1:-1] in text for mark in marks)
+    has_marks = reader.layout.was_marked or not reader.layout.marks
     return n_records, "" if has_marks else "no text has the marks of --turns"

@@ -170,6 +170,8 @@ class Reader:
                 lost.append((f"--columns: {name}=", column))
             elif column.was_asked and not column.was_found:
                 self.counts[f"without {name}={column.text}"] = self.counts["read"]
+        if layout.marks and not layout.was_marked:
+            self.counts["without a mark of --turns"] = self.counts["read"]
         for setting, column in lost:
             if column.was_asked and not column.was_found:
                 names = [path for sample in self.samples for path, _ in paths_in(sample)]

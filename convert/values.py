@@ -49,8 +49,9 @@ def pairs_of(setting: str, text: str | None) -> list[tuple[str, str, str]]:
 
 def named(setting: str, text: str | None) -> dict[str, str]:
     """{"prompt": "question"} of `prompt=question`. Raises BadInput."""
+    pairs = pairs_of(setting, text)
     try:
-        return unique_keys([(name, value) for name, _, value in pairs_of(setting, text)])
+        return unique_keys([(name, value) for name, _, value in pairs])
     except ValueError as e:
         raise BadInput(f"{setting}: {e}") from None
 

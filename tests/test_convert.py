@@ -140,7 +140,7 @@ def test_what_is_wrong_is_one_line_with_the_nearest_names_that_are_there(tmp_pat
     case = REFUSED[name]
     source = saved(tmp_path, case["records"])
     said, *more = refusal(source, **case["options"])
-    assert case["line"] in said
+    assert case["line"] in said and not re.search(r"(--\w+: )\1", said)
     assert not case["options"] or not more
     assert not Path(f"{source}.rated.jsonl").exists()
 
@@ -188,6 +188,10 @@ def test_without_out_three_records_are_shown_and_a_form_that_fits_must_be_given(
     own = tmp_path / "mine.yaml"
     own.write_text((FORMS / "openwebui.yaml").read_text())
     assert learned(source, form=own) == FILES["openwebui.json"]["rated"]
+    for text, fault in (("- a", "expected settings"), ("colums: a=b", "did you mean columns")):
+        own.write_text(text)
+        with pytest.raises(BadInput, match=f"mine.yaml: .*{fault}"):
+            main([source, f"--form={own}"])
     main([write(tmp_path / "d.jsonl", rated(), rated(label=False))])
     assert "fits" not in capsys.readouterr().out, "these are records of ours"
 
