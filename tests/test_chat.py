@@ -323,12 +323,8 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
     base = shutil.copytree(tiny, tmp_path / "base")
     tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
     source = write(tmp_path / "d.jsonl", rated([user("p")], [bot("c")]))
-    plain = write(tmp_path / "p.jsonl", rated())
-    said = (
-        "sampling ends at <|im_end|>, too: the chat template ends an answer in it, not in <|endof"
-    )
+    said = "sampling ends at <|im_end|>, too: the chat template ends an answer in it, not in"
     assert shown(source, "--model", base).startswith(said)
-    assert shown(plain, "--model", base).startswith("train: ")
     t = Tokenizer(Source(base))
     both = (tokens.EOS, t.hf.convert_tokens_to_ids("<|im_end|>"))
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": both}))

@@ -84,14 +84,13 @@ def test_a_pair_stays_a_pair_for_dpo_and_becomes_two_rated_examples_for_kto(tmp_
     good, bad = ([*ids_of(plain(), text), EOS] for text in ("good", "bad"))
     (pair,) = read(source, plain(), "paired", extra="source")
     up, down = read(source, plain(), "rated", extra="source")
-    found = [(ids(e)[1:], e.label, e.rewards) for e in (pair, up, down)]
-    assert found == [
-        ([good, bad], True, (3, 2)),
-        ([good], True, (3, None)),
-        ([bad], False, (2, None)),
-    ]
-    for e in (pair, up, down):
-        assert ids(e)[0] == ids_of(plain(), "p")
+    for e, answers, label, rewards in (
+        (pair, [good, bad], True, (3, 2)),
+        (up, [good], True, (3, None)),
+        (down, [bad], False, (2, None)),
+    ):
+        assert ids(e) == [ids_of(plain(), "p"), *answers]
+        assert (e.label, e.rewards) == (label, rewards)
         assert (e.where, e.weight, e.extra) == (f"{source}:1", 2, {"source": "s"})
 
 

@@ -161,9 +161,9 @@ def test_the_optimizer_has_the_numbers_of_the_settings():
     o = Optim(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
     optimizer = make_optimizer(nn.Linear(4, 4), run_settings(optim=o))
     assert isinstance(optimizer, torch.optim.AdamW)
-    for group, decay in zip(optimizer.param_groups, (0.3, 0.0)):  # the matrix, the bias
-        expected = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": decay}
-        assert {name: group[name] for name in expected} == expected
+    names = ("lr", "betas", "eps", "weight_decay")
+    matrix, bias = ([group[name] for name in names] for group in optimizer.param_groups)
+    assert (matrix, bias) == ([0.1, (0.8, 0.95), 1e-6, 0.3], [0.1, (0.8, 0.95), 1e-6, 0.0])
 
 
 # ---- clipping ------------------------------------------------------------------------------------

@@ -170,9 +170,9 @@ def test_a_run_learns_the_judges_verdicts_and_a_reply_that_is_none_is_no_thumb(
     assert len(asked) == len(set(asked)) > 20
     seen = set()
     for i in (1, 2, 3):
-        texts = (tmp_path / "iterations" / f"answers-{i}.jsonl").read_text().splitlines()
-        for line, example in zip(texts, rated(tmp_path, i), strict=True):
-            n = len(json.loads(line)["completion"])
+        lines = read_lines(tmp_path / "iterations" / f"answers-{i}.jsonl")
+        for line, example in zip(lines, rated(tmp_path, i), strict=True):
+            n = len(line["completion"])
             expected = (False, 0.0) if n % 3 == 0 else (n % 2 == 0, 1.0)
             assert (example["label"], example["weight"]) == expected
             seen.add(expected)
