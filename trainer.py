@@ -44,6 +44,8 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
+        # whether the present step writes a row of metrics.csv, which needs the entropy
+        self.row_is_due = True
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
@@ -82,7 +84,7 @@ class Trainer:
         began = time.perf_counter()
         run.state.step += 1
         step_number = run.state.step
-        row_is_due = is_due(step_number, run.cfg.log_interval, plan)
+        self.row_is_due = is_due(step_number, run.cfg.log_interval, plan)
         seed_user_code(run.fabric, run.cfg.seed, step_number)
         run.policy.train()  # everywhere else the policy is in eval mode
         columns, z = self.gradient(step, micro_batches)
@@ -94,14 +96,14 @@ class Trainer:
         # A collective: a signal to one rank stops all ranks. It is cheap here, because the device is idle.
         run.stop.agree(run.fabric.device)
         checks.check_finite(step, columns["loss"], z, grad_norm, step_number)
-        entropy_G = columns.pop("entropy")  # a column of the loop, not of the objective
-        row = self.metrics_row(columns, z) if row_is_due else {}
+        entropy_G = columns.pop("entropy", None)  # a column of the loop, not of the objective
+        row = self.metrics_row(columns, z) if self.row_is_due else {}
         with user_code("after_step"):
             run.objective.after_step(step, columns, z)
         lr = self.optimizer_step(plan)
         # On a GPU the optimizer may still be at work. Its time then counts in the next step.
         seconds = time.perf_counter() - began
-        if row_is_due:
+        if self.row_is_due:
             own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, entropy_G, plan)
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
@@ -156,7 +158,7 @@ class Trainer:
                 packed = micro.packed
                 if self.run.objective.top_k:  # score the reference's most probable tokens, too
                     packed = packed._replace(target_T=all_ref_scores[i].targets)
-                scores = self.forward(packed, entropy=torch.is_grad_enabled())
+                scores = self.forward(packed)
                 self.loss_and_backward(micro, scores, all_ref_scores[i].logps, z, columns_G)
         return self.columns_of_all_ranks(columns_G), z
 
@@ -167,7 +169,7 @@ class Trainer:
         Between the policy's forward and its backward there are other forwards. They do not disturb DDP and FSDP2,
         because they have no gradient."""
         micro = micro.to(self.run.fabric.device)
-        scores = self.forward(micro.packed, keeps_prompts=True, entropy=True)
+        scores = self.forward(micro.packed, keeps_prompts=True)
         mismatched_logratio_G = step.zeros()
         ref_logps = self.no_gradient_pass(micro, mismatched_logratio_G, scores.prompts).logps
         z = self.z_of_step(step, mismatched_logratio_G)
@@ -240,12 +242,13 @@ class Trainer:
         packed: PackedBatch,
         prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
-        entropy: bool = False,
     ) -> Scores:
         """The policy's scores of a packed batch: log-probs, with gradient in training; the outputs of the objective's
-        module; and, if asked for, the entropy and the prompts for a later forward (class Scores in model.py). All
-        scores of the policy come from here: for the loss, for z, in validation and in the start check."""
+        module; if asked for, the prompts for a later forward; and, with gradient, the entropy if the step has a row
+        (class Scores in model.py). All scores of the policy come from here: for the loss, for z, in validation and in
+        the start check."""
         by_token = self.run.objective.by_token
+        entropy = self.row_is_due and torch.is_grad_enabled()
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
     def reference_forward(
@@ -331,8 +334,8 @@ class Trainer:
         of other ranks. Their sum over ranks has all."""
         run = self.run
         # All ranks take rank 0's order of the columns. It is broadcast once for each kind of step, because a broadcast
-        # makes the host wait. Only steps with a gradient have the entropy.
-        kind = (type(run.objective), torch.is_grad_enabled())
+        # makes the host wait. The columns depend on the objective, on train or eval mode, and on the entropy.
+        kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
         names = self.column_names[kind]
