@@ -115,6 +115,8 @@ def prompt_and_answer(
     if not is_there(answer):
         raise Skipped("with an empty answer")
     if isinstance(answer, list):
+        if is_there(beginning):
+            raise BadInput(f"prefix: {name} has messages, and a beginning is for texts")
         turn = columns["turn"].one(raw) if "turn" in columns else None
         return last_of_dialogue(fields, name, answer, turn)
     return fields, f"{beginning or ''}{answer}"

@@ -119,6 +119,9 @@ class Layout:
         # a pair, or two answers and a verdict
         self.has_pairs = bool(columns.keys() & set(PAIR)) and not self.has_lists("chosen")
         self.has_two_answers = self.has_pairs or "verdict" in columns
+        self.makes_pairs = self.kind == "paired" or (self.kind == "rated" and self.has_pairs)
+        if settings.repeated and self.makes_pairs:
+            raise BadInput("--repeated: it is for ratings of single answers, and these are pairs")
         if self.has_pairs:  # one of the two may have our name
             self.columns = {name: Column(name) for name in PAIR} | self.columns
         self.beside = {}

@@ -47,7 +47,7 @@ class Reader:
         """Our records of those of several files. Raises BadInput at the end, with the first twenty bad records."""
         layout = self.layout
         all_answers = self._answers(files)
-        if layout.kind == "rated" and self.settings.repeated:
+        if self.settings.repeated:
             all_answers = [settled(chain.from_iterable(all_answers), self.settings.repeated)]
         for answers in all_answers:
             for where, record in self._written(answers):
@@ -116,14 +116,13 @@ class Reader:
     def _written(self, answers: list[Judged]) -> Iterator[tuple[str, dict]]:
         """(where, record of ours) of the answers of a record, as --kind asks for them."""
         layout = self.layout
-        makes_pairs = layout.kind == "paired" or layout.has_pairs
         groups: dict[str, list[Judged]] = {}  # by their prompts
         for judged in answers:
             if judged.fault:
                 self.faults.append(f"{judged.where}: {judged.fault}")
             elif judged.reason:
                 self._drop(judged.reason)
-            elif makes_pairs and judged.answer is not None:
+            elif layout.makes_pairs and judged.answer is not None:
                 groups.setdefault(key_of(judged.fields), []).append(judged)
             else:
                 yield judged.where, judged.record
