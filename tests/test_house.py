@@ -109,7 +109,7 @@ BUDGETS = {
     "infra/": 13_300,  # the signs of a sick run (health.py); empty texts as values; a closed terminal
     "models/": 10_255,
     "records/": 11_495,  # data.split refuses negative shares
-    "convert/": 10_280,  # withdrawn ratings in conversations; the line of each fault in a tree; settings that would do nothing
+    "convert/": 10_280,  # withdrawn ratings in conversations; each line at fault in a tree; settings without effect
     "rate/": 2_200,
     "tests/": 97_600,
     "benchmarks/": 9_000,
