@@ -20,7 +20,8 @@ from data import Step
 from infra.checkpoint import checkpoint_folder, read_state
 from infra.console import Failed, progress, say, user_code
 from infra.devices import Stop, all_reduce, on_rank_0
-from infra.logger import format_cells, write_json
+from infra.files import write_json
+from infra.logger import format_cells
 from infra.optimizer import Plan, is_due
 from infra.settings import RunSettings, refuse_unless
 from models.hub import read_json

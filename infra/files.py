@@ -25,6 +25,10 @@ def write_whole(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
 def read_lines(file: Path) -> list[dict]:
     """The lines of a jsonl file; none if there is no file."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""

@@ -6,7 +6,6 @@ and writes them again.
 """
 
 import csv
-import json
 import os
 import resource
 import sys
@@ -20,7 +19,7 @@ import torch
 
 from infra import health
 from infra.console import duration, rank, say, user_error
-from infra.files import write_whole
+from infra.files import write_json, write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
 
@@ -213,10 +212,6 @@ class Logger:
         if self.track:
             numbers = {prefix + name: value for name, value in row.items() if value is not None}
             self.track(step, numbers)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def format_cells(row: dict) -> list[str]:

@@ -1,7 +1,6 @@
 """Types of floating-point numbers, and stochastic rounding from one to another."""
 
 import hashlib
-from collections.abc import Iterable
 
 import torch
 
@@ -9,14 +8,6 @@ import torch
 def dtype_of(precision: str) -> torch.dtype:
     """The dtype of the weights in a run of this precision."""
     return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
-
-
-def widest(types: Iterable[torch.dtype]) -> torch.dtype:
-    """A type that has all numbers of these types."""
-    wide, *rest = set(types)
-    for dtype in rest:
-        wide = torch.promote_types(wide, dtype)
-    return wide
 
 
 def round_at_random(x: torch.Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> torch.Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 
 import huggingface_hub
@@ -17,7 +18,8 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from infra.checkpoint import read_settings, read_state
-from infra.rounding import dtype_of, round_at_random, widest
+from infra.files import write_json
+from infra.rounding import dtype_of, round_at_random
 from infra.settings import RunSettings, read_text, refuse_unless
 from model import GPT, Block
 from models.hub import (
@@ -31,7 +33,6 @@ from models.hub import (
     stored_types,
     weight_files,
     weights_hash,
-    write_config,
 )
 from models.load import load_model, put_on
 
@@ -49,7 +50,9 @@ def is_rounded(source: Source, cfg: RunSettings) -> bool:
 def _say_type_in_config(file: Path, types: set[torch.dtype]) -> None:
     """Correct the types that config.json says, also of a text or a vision model within it. types: of the weights. A
     type that no weight has becomes one that has all numbers of all weights."""
-    names = [str(dtype).removeprefix("torch.") for dtype in (widest(types), *types)]
+    names = [
+        str(dtype).removeprefix("torch.") for dtype in (reduce(torch.promote_types, types), *types)
+    ]
 
     def correct(said: re.Match) -> str:
         return said[0] if said[2] in names else f'{said[1]}"{names[0]}"'
@@ -62,7 +65,7 @@ def _say_template_in_config(file: Path, template: str) -> None:
     """Put a chat template into tokenizer_config.json, too: llama.cpp, Ollama and old versions of transformers read
     that one."""
     config = read_json(file) if file.exists() else {}
-    write_config(file, config | {"chat_template": template})
+    write_json(file, config | {"chat_template": template})
 
 
 # ---- the card ------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ def _write_weights(
     assert not trained, f"the source's files have no place for {', '.join(trained)}"
     if len(set(file_of.values())) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
-        write_config(out / "model.safetensors.index.json", index)
+        write_json(out / "model.safetensors.index.json", index)
 
 
 def _trained_weights(

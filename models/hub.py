@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
+from infra.files import write_json
 from infra.rounding import round_at_random
 from infra.settings import find_path, read_text, refuse_unless
 
@@ -198,11 +199,6 @@ def read_json(file: Path) -> dict:
         return json.loads(read_text(file))
 
 
-def write_config(file: Path, config: dict) -> None:
-    """Write a config as transformers does."""
-    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
 # ---- its config ----------------------------------------------------------------------------------
 
 
@@ -240,7 +236,7 @@ def mark_blocks(folder: Path, blocks: str) -> None:
     config = read_json(folder / "config.json")
     model_type = config["model_type"].partition(BLOCKS_MARK)[0]
     config["model_type"] = f"{model_type}{BLOCKS_MARK}{blocks}"
-    write_config(folder / "config.json", config)
+    write_json(folder / "config.json", config)
 
 
 def context_of(config: transformers.PretrainedConfig) -> int:
@@ -408,13 +404,6 @@ def read_whole(
     if faults:
         raise BadInput(f"{folder}: the weights do not fit config.json: {str(faults)[:300]}")
     return hf
-
-
-def blocks_of_decoder(decoder: transformers.PreTrainedModel) -> nn.ModuleList:
-    """The layers of transformers' decoder."""
-    n = decoder.config.num_hidden_layers
-    modules = decoder.modules()
-    return next(m for m in modules if isinstance(m, nn.ModuleList) and len(m) == n)
 
 
 # ---- what transformers computes -------------------------------------------------------------------

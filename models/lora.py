@@ -6,7 +6,6 @@ lm_head, config, rows and has_experts (see model.Packed)."""
 
 import contextlib
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from infra.console import BadInput, rank
 from infra.devices import gather_tensor, place_like
+from infra.files import write_json
 from infra.rounding import round_at_random
 from infra.settings import Lora
 
@@ -220,18 +220,12 @@ def gather_adapters(model: nn.Module) -> Adapters:
     return adapters
 
 
-def delta_of(adapter: Adapter) -> torch.Tensor:
-    """The delta of an adapter to its matrix (outputs, inputs): scale * B @ A."""
-    a, b, scale = adapter
-    return b @ a * scale
-
-
 def merge_adapters(weights: Mapping, adapters: Adapters, model: nn.Module) -> None:
     """Add adapters to weights, given by their plain names (see plain_name). Raises KeyError for an adapter
     of a layer that the model does not have."""
-    for layer, adapter in adapters.items():
+    for layer, (a, b, scale) in adapters.items():
         rows = model.rows[f"{layer}.weight"]
-        weights[rows.name][rows.span].add_(delta_of(adapter))
+        weights[rows.name][rows.span].add_(b @ a * scale)
 
 
 def plain_name(name: str) -> str:
@@ -308,4 +302,4 @@ def write_peft(adapters: Adapters, model: nn.Module, base: str, lora: Lora, out:
         "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
     }  # fmt: skip
     save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
-    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(out / "adapter_config.json", config)

@@ -12,7 +12,7 @@ from torch import nn
 from attention import Layer, PackedAttention
 from head import autocast
 from model import Packed
-from models.hub import Rows, blocks_of_decoder, litgpt_sizes
+from models.hub import Rows, litgpt_sizes
 from sampler import KVCache
 
 ATTENTION = "packed"  # the name under which transformers finds our attention
@@ -92,7 +92,8 @@ class TransformersGPT(Packed):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return blocks_of_decoder(self.decoder)
+        lists = (m for m in self.decoder.modules() if isinstance(m, nn.ModuleList))
+        return next(m for m in lists if len(m) == self.config.n_layer)
 
     def hidden(
         self,
