@@ -44,7 +44,7 @@ def read_run(folder: Path) -> dict:
     head = text.partition("\n")[0]  # "# kto.py, code ..., records ..., commit ..."
     code, records = (re.search(rf", {name} (\S+),", head) for name in ("code", "records"))
     return {
-        "program": head.partition(",")[0],
+        "program": head[2:].partition(",")[0],
         # files of the same names may have changed
         "code": code and code[1],
         "records": records and records[1],
@@ -87,7 +87,11 @@ def group_names(settings: list[dict]) -> list[str]:
     # the same seed twice: the program may have changed in between, so no mean over both
     table["copy"] = table.groupby([*table]).cumcount().map(str)
     table = table.drop(columns="seed").loc[:, lambda table: table.nunique() > 1]
-    return [", ".join(map("=".join, row.items())) for row in table.to_dict("records")]
+    names = []
+    for row in table.to_dict("records"):
+        # nan: only other programs have this setting
+        names.append(", ".join(f"{name}={x}" for name, x in row.items() if x != "nan"))
+    return names
 
 
 def mean_and_range(x: pd.Series) -> str:
