@@ -273,7 +273,8 @@ def token_label(
             character_label[start:end] = [1 if read_label(dict(span)) else -1] * (end - start)
         stream = DecodeStream(prompt, skip_special_tokens=False)
         pieces = [stream.step(tokenizer.hf.backend_tokenizer, i) or "" for i in completion]
-        begin = "".join(pieces).index(text)
+        begin = "".join(pieces).find(text)
+        refuse_unless(begin >= 0, "spans: the tokens of the completion do not spell its text")
     character_label = [0] * begin + character_label  # of the pieces that follow
     labels = []
     for piece in pieces:
