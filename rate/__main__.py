@@ -4,7 +4,8 @@
     python -m rate --model out/<run> --prompts prompts.jsonl   # one prompt of a file after the other, by keys
 
 The thumbs are in ratings.jsonl, which kto.py reads. This file is the whole state: it is read and rewritten for each
-thumb. A killed server therefore loses no thumb, and an open page continues with the next server. The page shows the
+thumb. A killed server therefore loses no thumb, and an open page continues with the next server. Another program may
+add and remove lines. If it adds a field to a line, the page does not find this thumb any more. The page shows the
 command that trains on the thumbs. If the model is behind a server, use Open WebUI and convert its export
 (docs/convert.md).
 """
