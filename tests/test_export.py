@@ -31,7 +31,6 @@ from tiny_models import (
 )
 
 from infra import checkpoint
-from infra.rounding import round_at_random
 from models import load
 from models.hub import find_model
 from records.tokenizer import Tokenizer
@@ -228,23 +227,6 @@ def test_each_weight_keeps_the_type_of_its_file_and_what_is_frozen_its_bits(llam
     written = json.loads((final / "config.json").read_text())
     assert written == config | {"dtype": "float32"}, "the type that has the numbers of all"
     load_transformers(final)
-
-
-def test_a_number_is_rounded_to_a_neighbour_and_is_right_on_average():
-    dtype = torch.bfloat16
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(20_000, generator=generator) * torch.logspace(-8, 1, 20_000)
-    nearest = x.to(dtype)
-    ends = (torch.full_like(nearest, end) for end in (-torch.inf, torch.inf))
-    below, above = (torch.nextafter(nearest, end) for end in ends)
-    draws = [round_at_random(x, dtype, "w", seed) for seed in range(100)]
-    assert all(((y == nearest) | (y == below) | (y == above)).all() for y in draws)
-    spacing = (above.double() - below.double()) / 2
-    off = (torch.stack(draws).double().mean(0) - x.double()) / spacing
-    assert off.abs().max() < 0.3 and off.mean().abs() < 1e-3
-    assert torch.equal(round_at_random(nearest.float(), dtype, "w", 1), nearest), "exact ones stay"
-    assert torch.equal(draws[7], round_at_random(x, dtype, "w", 7))
-    assert not torch.equal(draws[7], round_at_random(x, dtype, "v", 7))
 
 
 # ---- adapters ------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from tiny_models import (
     logits,
     made,
     our_logits,
-    ragged,
     refused,
     same,
     same_weights,
@@ -35,7 +34,6 @@ from infra.console import BadInput
 from models import load, other
 from models.export import export
 from models.hub import Source
-from packing import pack
 
 BASE = dict(vocab_size=512, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
 BASE |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -287,17 +285,6 @@ def test_a_run_goes_out_to_transformers_and_peft(name, options, ratings, tmp_pat
         assert all(stored[n].dim() == 2 and "expert" not in n for n in moved)
         adapted = PeftModel.from_pretrained(hf, tmp_path / "run" / "final_adapter").eval()
         assert same(their_logits(adapted), ours, 1e-4)
-
-
-def test_the_dropout_of_a_config_is_switched_off_and_stays_in_the_export(tmp_path):
-    folder_of("starcoder2", tmp_path / "in")
-    file = tmp_path / "in" / "config.json"
-    config = json.loads(file.read_text()) | {"residual_dropout": 0.5, "embedding_dropout": 0.5}
-    file.write_text(json.dumps(config))
-    gpt, batch = load.load_model(tmp_path / "in").train(), pack(*ragged(1, 512, 0))
-    assert torch.equal(gpt(batch).logps, gpt(batch).logps)
-    export(Source(tmp_path / "in"), gpt.rows, gpt.unique_parameters(), tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
 
 
 def test_a_model_that_was_read_does_not_change_with_its_file(tmp_path):

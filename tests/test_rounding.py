@@ -13,6 +13,7 @@ import transformers
 from conftest import PARITY, start, train
 from tiny_models import load_transformers, logits, margin, their_margin, write_sentences
 
+from infra.rounding import round_at_random
 from models import load
 from trainer import Trainer
 
@@ -131,3 +132,15 @@ def test_an_export_and_a_program_that_asks_a_model_in_bfloat16_have_all_that_was
         gpt = load.load_model(week_1 / folder, torch.bfloat16)
         left = (margin_as_multiplied(gpt, base, "bf16-true") - before) / learned
         assert 0.97 < left < 1.06, folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_number_is_rounded_to_a_neighbour_and_is_right_on_average(dtype):
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 1, 2000)
+    nearest = x.to(dtype)
+    size = nearest.abs()
+    spacing = torch.nextafter(size, torch.full_like(size, torch.inf)).double() - size.double()
+    draws = torch.stack([round_at_random(x, dtype, "w", seed) for seed in range(300)]).double()
+    assert ((draws - x.double()).abs() <= spacing).all()
+    assert ((draws.mean(0) - x.double()) / spacing).abs().max() < 0.2
+    assert torch.equal(round_at_random(nearest.float(), dtype, "w", 1), nearest), "exact ones stay"

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import tokens
 from tokenizers.processors import TemplateProcessing
-from tokens import EOS, bot, folder, ids_of, rated, user, write
+from tokens import EOS, bot, folder, ids_of, user
 from transformers import AutoTokenizer
 
 from infra.console import BadInput
@@ -128,16 +128,6 @@ def test_the_text_of_an_answer_behind_its_prompt_is_the_ids_that_were_sampled(na
         assert read_answer(t, ids) == (answer, False)
         stopped = (answer.partition("z")[0], False)
         assert read_answer(t, ids, stop=["z"]) == stopped
-
-
-def test_letters_that_the_tokenizer_does_not_know_are_counted(tmp_path):
-    """KoGPT2's tokenizer reads a line break as <unk>, which the thumbs then push up or down."""
-    records = [rated("a b", " b"), rated("a", "b\nb"), rated("a\U0001f600", "b")]
-    source = write(tmp_path / "d.jsonl", *records)
-    data = Data(source, max_prompt=9, max_completion=9)
-    for t, n in ((bpe(tmp_path, "ab ", "<unk>"), 2), (tokens.plain(), 0)):
-        _, counts = load_examples(source, t, "rated", data)
-        assert counts["with letters that the tokenizer does not know"] == n
 
 
 def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):

@@ -29,22 +29,6 @@ def test_every_shape_computes_what_transformers_does_and_goes_back(name, tmp_pat
     assert same_weights(*(load_file(tmp_path / x / "model.safetensors") for x in ("in", "out")))
 
 
-def test_a_tied_head_is_written_by_the_name_that_the_files_have(tmp_path):
-    """Some programs store the head and leave out the embedding."""
-    made(HF["llama, tied"], tmp_path / "in")
-    weights = load_file(tmp_path / "in" / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    changes = {"model.embed_tokens.weight": None, "lm_head.weight": embedding}
-    with_weights(**changes)(tmp_path / "in")
-    gpt = load.load_model(tmp_path / "in")
-    with torch.no_grad():
-        gpt.embedding.weight.add_(1)
-    export(Source(tmp_path / "in"), gpt.rows, gpt.unique_parameters(), tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert "model.embed_tokens.weight" not in found
-    assert torch.equal(found["lm_head.weight"], embedding + 1)
-
-
 # ---- where a model is found ----------------------------------------------------------------------
 
 
