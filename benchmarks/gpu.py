@@ -189,18 +189,18 @@ def tests(tiny: bool, work: Path) -> None:
 # ---- a step --------------------------------------------------------------------------------------
 
 
-def random_model(source, dtype: torch.dtype | None = None):
+def random_model(source, dtype: torch.dtype = torch.float32):
     """Replaces models.load.load_model: the model that config.json names, with random weights made on the device."""
     import transformers
 
     from models.hub import read_config
-    from models.load import copy_from, litgpt_model
+    from models.load import litgpt_model, share_weights
 
-    options = dict(attn_implementation="eager", dtype=dtype or torch.float32)
+    options = dict(attn_implementation="eager", dtype=dtype)
     with torch.device(DEVICE):
         hf = transformers.AutoModelForCausalLM.from_config(read_config(source), **options)
     gpt = litgpt_model(hf)
-    copy_from(gpt, hf)
+    share_weights(gpt, hf)
     return gpt.eval()
 
 

@@ -87,7 +87,7 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
         expected_T = plain_logps(hf, prompts, completions)
         gpt = litgpt_model(hf)
         if gpt is not None:
-            copy_from(gpt, hf)
+            share_weights(gpt, hf)
         else:
             gpt = model_of_transformers(hf)
         if not _has_own_blocks(gpt, blocks):
@@ -236,7 +236,7 @@ def litgpt_model(hf: transformers.PreTrainedModel) -> GPT | None:
 
 
 @torch.no_grad()
-def copy_from(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
+def share_weights(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
     """Give a model that litgpt_model made the weights of transformers' model, and its tables of rotary positions. It
     is then on the same device. The models share all weights but q, k and v: a large one must not be in memory twice."""
     hf_weights = hf.state_dict()
