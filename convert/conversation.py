@@ -70,7 +70,8 @@ def rated_nodes(
         if not any(map(is_there, ratings)):
             if role_of(layout, node.raw) != "assistant":
                 continue
-            if not layout.settings.repeated:  # otherwise it withdraws an earlier rating
+            # a record without a label withdraws an earlier one; a message without a rating says nothing
+            if "rated" not in columns or not layout.settings.repeated:
                 yield judged._replace(reason="not rated")
                 continue
         rating_id = columns["rating_id"].one(node.raw) if "rating_id" in columns else None
