@@ -14,6 +14,7 @@ import torch
 import transformers
 from conftest import ranks
 from lightning.fabric import Fabric
+from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA, gpt_of, logits
 from torch import nn
 
@@ -23,6 +24,8 @@ from infra.console import BadInput
 from infra.files import as_lines, read_lines
 from infra.settings import Sampling
 from models import load
+from models.hub import Source
+from records.tokenizer import Tokenizer
 from sampler import read_answer
 
 FABRIC = Fabric(accelerator="cpu", devices=1)
@@ -292,7 +295,36 @@ def test_a_stop_text_that_is_searched_for_now_and_then_changes_no_token(eos):
     assert len(tokenizer.texts) < sum(map(len, expected)), "a text is not looked at with each token"
 
 
+ABC = np.array([66, 67, 68], "int32")  # "abc"
+
+
 # ---- the program ---------------------------------------------------------------------------------
+
+
+# None: the model's generation_config.json names it
+@pytest.mark.parametrize("stop", [None, '["<|pad|>"]', '["zzz", "<|pad|>"]', '["]esh"]'])
+def test_every_end_of_the_model_and_every_stop_text_ends_an_answer_and_is_not_shown(
+    stop, tiny, tmp_path, capsys
+):
+    """A stop text may be a special token, and special tokens before it are not shown either."""
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    pad, tokenizer = 1, Tokenizer(Source(tiny))
+    (whole,) = answers(load.load_model(tiny), [ABC], eos=-2, temperature=0)
+    before, fourth, after = whole[:3], whole[3], whole[4:]
+    assert fourth not in (*ABC, *before) and tokenizer.decode(after).startswith("]esh")
+    # the head is the embedding: with these rows exchanged the model says <|pad|> as its fourth token
+    weights = load_file(tmp_path / "model.safetensors")
+    (embedding,) = (x for name, x in weights.items() if "wte" in name)
+    embedding[[pad, fourth]] = embedding[[fourth, pad]]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    argv = [f"--model={tmp_path}", "--temperature=0", "--max_new_tokens=12", "--prompt=abc"]
+    if stop:
+        argv.append(f"--stop={stop}")
+    else:
+        ends = json.dumps({"eos_token_id": [0, pad]})
+        (tmp_path / "generation_config.json").write_text(ends)
+    generate.main(argv)
+    assert capsys.readouterr().out == tokenizer.decode(before) + "\n"
 
 
 def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monkeypatch):

@@ -11,8 +11,9 @@ import tokens
 import torch
 import transformers
 from test_forks import places, saved, train_example  # noqa: F401
-from test_model import chunked
+from test_model import by_the_others_names, chunked, exact_norms, pair  # noqa: F401
 from test_optim import run_settings
+from tiny_models import ragged, same
 
 import attention
 import kto
@@ -20,6 +21,7 @@ from checks import check_settings
 from infra.console import BadInput
 from infra.settings import Data
 from models.hub import Source
+from packing import pack
 from records.examples import load_examples, with_limits
 from records.tokenizer import Tokenizer
 from trainer import Trainer
@@ -31,6 +33,52 @@ def plain(model, prompt, completion) -> torch.Tensor:
     """(L, V) log-probs at the tokens of a completion, by a plain forward."""
     out = model(torch.tensor([[*prompt, *completion]]))
     return getattr(out, "logits", out)[0].log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("shape, K", [("gpt2", 1), ("gpt2", 2), ("llama", 2)])
+def test_log_probs_of_the_references_likeliest_tokens_and_gradients_are_those_of_plain_forwards(
+    shape, K, tiny, parity_ref, monkeypatch
+):
+    k = 4
+    gpt, other = pair(shape, tiny, torch.float64)
+    reference, plain_reference = pair(shape, parity_ref, torch.float64)
+    V = gpt.config.padded_vocab_size
+
+    def by_hand(model, prompts, completions, longest: int) -> torch.Tensor:
+        """(B, K, L, 1 + k) log-probs."""
+        rows = []
+        for p, c in chain(*([(p, c) for c in cs] for p, cs in zip(prompts, completions))):
+            likeliest = plain(plain_reference, p, c).topk(k).indices
+            target = torch.cat([torch.tensor(c)[:, None], likeliest], dim=1)
+            logp_LV = plain(model, p, c)
+            beyond = logp_LV.new_zeros(longest - len(c), 1 + k)
+            rows.append(torch.cat([logp_LV.gather(1, target), beyond]))
+        return torch.stack(rows).view(len(prompts), K, longest, 1 + k)
+
+    for seed, size in enumerate((1000, 3)):
+        monkeypatch.setattr(attention, "TILE_TOKENS", (25, 128)[seed])
+        prompts, completions = ragged(K, V, seed)
+        calls = chunked(monkeypatch, V, size)
+        batch = pack(prompts, completions)
+        with torch.no_grad():
+            of_reference = reference(batch, by_token=True, top_k=k)
+        ours = gpt(batch._replace(target_T=of_reference.targets), by_token=True, entropy=True)
+        args = (prompts, completions, batch.longest)
+        theirs = by_hand(other, *args)
+        assert max(calls) <= size, "no (N, V) logits"
+        assert same(ours.logps, theirs, 1e-10)
+        assert same(of_reference.logps, by_hand(plain_reference, *args), 1e-10)
+        assert same(ours.entropy, gpt(batch, entropy=True).entropy, 1e-10)
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.randn(theirs.shape, dtype=torch.float64, generator=generator)
+        gpt.zero_grad()
+        other.zero_grad()
+        (weights * ours.logps).sum().backward()
+        (weights * theirs).sum().backward()
+        ours_by_name = by_the_others_names(gpt)
+        theirs_by_name = {n: p.grad for n, p in other.named_parameters()}
+        assert all(same(ours_by_name[n], grad, 1e-10) for n, grad in theirs_by_name.items())
 
 
 NO_REFERENCE = {"by_token": True, "needs_reference": False}

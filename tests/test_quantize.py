@@ -1,5 +1,9 @@
 """QLoRA runs: trained, killed, resumed, exported; and what bitsandbytes' linear layers compute."""
 
+from functools import partial
+
+import bitsandbytes
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,6 +17,7 @@ from tiny_models import GQA, made, ragged, refused, same_weights, with_adapters
 
 from infra.checkpoint import checkpoints_by_step
 from infra.logger import Logger
+from infra.optimizer import make_optimizer
 from infra.settings import Lora
 from models import load
 from models.lora import merged_weights
@@ -94,3 +99,19 @@ def test_a_mixture_is_refused_because_its_experts_would_not_be_quantised(kind, t
     made(transformers.CONFIG_MAPPING[kind](**sizes), tmp_path)
     gpt = with_adapters(tmp_path, Lora(rank=2, targets="q_proj"))
     refused("^lora.quantize: nf4 .* experts of a mixture", quantize_base, gpt, "cpu")
+
+
+def test_8_bit_adamw_is_killed_and_resumed_to_the_bit(tiny, ratings, tmp_path):
+    def adamw_8bit(policy, cfg):  # the function of docs/forks.md, "An optimizer"
+        return bitsandbytes.optim.AdamW8bit(make_optimizer(policy, cfg).param_groups)
+
+    argv, out = (*RUN[:4], "--precision=32-true"), tmp_path / "run"
+    trained = partial(train, tiny, ratings, optimizer=adamw_8bit)
+    whole = trained(tmp_path / "whole", *argv)
+    losses = [row["loss"] for row in whole["rows"]]
+    assert losses[-1] != losses[0]
+    killed((Logger, "step"), 4, lambda: trained(out, *argv))
+    assert_same(trained(out, "--resume=auto", *argv), whole)
+    last = list(checkpoints_by_step(out).values())[-1]
+    state = checkpoint_tensors(last, "state1")["transformer.wte.weight"]
+    assert state.dtype == torch.uint8 and np.prod(state.shape) == 512 * 32
