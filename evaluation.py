@@ -4,6 +4,7 @@ Reading order: Evaluator (answers and their verdicts); validate (a row of val.cs
 other programs load: final, best, final_adapter).
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -167,12 +168,14 @@ class Evaluator:
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
     def compare(self, step: int) -> None:
-        """Print the accuracy of the check of the last step and some of its answers, with those from before the run. On
-        rank 0."""
+        """Copy the check of the last step to eval/after.json, and print its accuracy and some of its answers with
+        those from before the run. On rank 0."""
         before = self.file(0)
-        after = self.file(step)
-        if self.fabric.global_rank == 0 and before.exists() and after.exists():
-            say(format_before_after(read_json(before), read_json(after)))
+        last = self.file(step)
+        if self.fabric.global_rank == 0 and last.exists():
+            shutil.copyfile(last, last.with_name("after.json"))
+            if before.exists():
+                say(format_before_after(read_json(before), read_json(last)))
 
 
 # ---- before and after ----------------------------------------------------------------------------

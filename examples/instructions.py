@@ -5,9 +5,9 @@
     python examples/instructions.py --data_only    # the data alone, in out/instructions
 
 Options are those of online.py. The topics of val.jsonl and new_kinds.jsonl are not in train.jsonl, and the three kinds
-of instruction in new_kinds.jsonl are never trained. A record has `kind`, `n` and `words`, the instruction's kind,
-number and words, which data.extra hands to the checker. The newest eval/answers-N.json has each answer with its `kind`,
-its `group` (trained kinds or new ones) and its verdict.
+of instruction in new_kinds.jsonl are never trained. A record has `kind`, `n` and `words`, the
+instruction's kind, number and words, which data.extra hands to the checker. eval/after.json has each answer with its
+`kind`, its `group` (trained kinds or new ones) and its verdict.
 
 The kinds are chosen so that the model already follows most of them now and then: from answers that are all wrong KTO
 only learns what not to say. JSON, quotation marks, capital letters, small letters, headings and last sentences are left

@@ -88,7 +88,7 @@ BUDGETS = {
     "checks.py": 2_645,
     "data.py": 2_410,
     "dpo.py": 1_065,
-    "evaluation.py": 2_315,
+    "evaluation.py": 2_335,  # eval/after.json, which other programs read
     "export.py": 525,
     "generate.py": 1_375,
     "head.py": 1_350,
@@ -116,7 +116,7 @@ BUDGETS = {
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 37
-TOKENS_OF_A_RUN = 57_160
+TOKENS_OF_A_RUN = 57_180
 
 
 def n_tokens(file: Path) -> int:

@@ -88,7 +88,7 @@ def test_the_program_makes_its_data_and_trains_on_them(chatty, tmp_path):
     code, said, stderr = started.ended()
     assert code == 0, stderr
     assert "iteration 2: 8 examples, 0 right (0.0%), " in said
-    after = json.loads((tmp_path / "out" / "run" / "eval" / "answers-4.json").read_text())
+    after = json.loads((tmp_path / "out" / "run" / "eval" / "after.json").read_text())
     fields = [answer["fields"] for answer in after["answers"]]
     assert {x["kind"] for x in fields} == set(task.KINDS)
     assert {x["group"] for x in fields} == {"trained kinds", "new kinds"}
