@@ -53,8 +53,8 @@ class Trainer:
         step. A signal during a validation raises Interrupted instead.
 
         By default the examples are data.train, and the plan has all steps of the run. spin.py and online.py call `fit`
-        once per iteration, with the plan of the iteration (class Plan in infra/optimizer.py): plan.begin and plan.end
-        are the steps before and at the end of the iteration, plan.total is the run's last step."""
+        once per iteration. The plan of an iteration has the steps plan.begin + 1 to plan.end. plan.total is the last
+        step of the run (class Plan in infra/optimizer.py)."""
         run = self.run
         assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
@@ -108,8 +108,8 @@ class Trainer:
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
+        # the first step after a checkpoint, because the next checkpoint may come hours later
         if step_number == run.saved_step + 1:
-            # now, because the next checkpoint may come hours later
             checks.check_state_dict(run.objective)
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
