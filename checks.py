@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig
 
-from data import Part, Step
+from data import Step
 from infra.console import BadInput, Failed, say, user_error
 from infra.optimizer import steps_per_epoch
 from infra.settings import (
@@ -28,6 +28,7 @@ from infra.settings import (
 )
 from model import Scores
 from objective import Objective, Z
+from packing import Part
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_sources
 from records.tokenizer import Tokenizer

@@ -1,6 +1,11 @@
-"""Pack prompts and their completions into one row of tokens, without padding.
+"""How a step becomes micro-batches, and a micro-batch one row of tokens without padding.
 
-Reading order: the example in `pack`; PackedBatch, which the models read; then the parts of `pack`.
+Nothing here changes the numbers of a step, apart from rounding. Nobody needs this file to change a loss.
+
+Reading order: Budget, split_step; then the example in `pack`; PackedBatch, which the models read; the parts of `pack`.
+
+Words of a split: a bundle is a list of examples with the same prompt that go into the same micro-batch. A part lists
+the examples of a micro-batch by their indices. A micro-batch is a part with its packed tokens.
 
 Shape letters, also of attention.py and model.py:
 
@@ -18,12 +23,145 @@ Shape letters, also of attention.py and model.py:
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric import Fabric
+from transformers import PretrainedConfig
 
 from infra.devices import to_device
+from infra.settings import RunSettings
+
+# ---- the split of a step -------------------------------------------------------------------------
+
+# the token limit of a micro-batch if neither micro_batch_size nor micro_batch_tokens is set
+DEFAULT_TOKENS = 16384
+CPU_ACTIVATIONS = 4e9  # bytes: on a CPU the activations of a micro-batch should not take more
+# roughly how many numbers the backward needs for each token, layer and hidden unit
+NUMBERS_KEPT = 20
+
+
+class Budget(NamedTuple):
+    """How a step is split into micro-batches. The split changes memory and speed. It changes numbers by rounding
+    only."""
+
+    rank: int = 0
+    ranks: int = 1
+    limit: int = DEFAULT_TOKENS
+    """The most tokens (or examples) of a micro-batch. An example above the limit gets a micro-batch of its own."""
+    counts_tokens: bool = True
+    """True: the limit is in tokens. False: the limit is in examples."""
+
+
+ONE_RANK = Budget()
+
+
+def make_budget(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> Budget:
+    """The budget of this run on this rank. config: transformers' text config."""
+    limit = cfg.micro_batch_size or cfg.micro_batch_tokens
+    if not limit and cfg.accelerator == "cpu":
+        bytes_per_token = 4 * NUMBERS_KEPT * config.num_hidden_layers * config.hidden_size
+        limit = int(CPU_ACTIVATIONS / bytes_per_token) // 256 * 256  # a round number
+        limit = min(DEFAULT_TOKENS, max(256, limit))
+    return Budget(
+        fabric.global_rank,
+        fabric.world_size,
+        limit=limit or DEFAULT_TOKENS,
+        counts_tokens=not cfg.micro_batch_size,
+    )
+
+
+class Part(NamedTuple):
+    """Which examples of a step form a micro-batch."""
+
+    indices: list[int]
+    """Their indices in the step."""
+    filler: bool = False
+    """True: the part repeats examples of the step, and its results are discarded. Fillers give every rank equally many
+    micro-batches, because the forward of a sharded model is a collective."""
+
+
+def split_step(
+    prompts: list[np.ndarray],
+    completions: list[tuple[np.ndarray, ...]],
+    mismatched_completions: list[np.ndarray] | None,
+    budget: Budget,
+) -> list[Part]:
+    """The parts of this rank. The lists have an element for each example of the step. All sizes are in the unit of the
+    budget: tokens or examples."""
+    sizes = [1] * len(prompts)  # of each example without its prompt
+    if budget.counts_tokens:
+        sizes = [sum(map(len, own)) for own in completions]
+        # Own completions and mismatched completions are two packed batches. The larger one must fit.
+        if mismatched_completions is not None:
+            sizes = [max(size, len(ids)) for size, ids in zip(sizes, mismatched_completions)]
+    bundles = []
+    bundle_sizes = []
+    for same_prompt in prompt_groups(prompts):
+        prompt_size = len(prompts[same_prompt[0]]) if budget.counts_tokens else 0
+        # Examples of one prompt that do not fit into one micro-batch become several bundles. Each bundle computes the
+        # prompt again.
+        for bundle in fill(same_prompt, sizes, budget.limit - prompt_size):
+            bundles.append(bundle)
+            bundle_sizes.append(prompt_size + sum(sizes[i] for i in bundle))
+    return split_bundles(bundles, bundle_sizes, budget)[budget.rank]
+
+
+def split_bundles(bundles: list[list[int]], sizes: list[int], budget: Budget) -> list[list[Part]]:
+    """The parts of every rank. sizes: the size of each bundle, in the unit of the budget.
+
+    Every rank gets exactly equally many parts: fillers replace the missing ones. If the budget counts tokens, every
+    rank also gets about equally many tokens. If it counts examples, ranks take the bundles in turn, in the step's
+    order."""
+    parts_of_ranks = []
+    keeps_order = not budget.counts_tokens
+    work = [1] * len(bundles) if keeps_order else sizes
+    for numbers_of_rank in balanced(work, budget.ranks):
+        parts = []
+        for numbers_of_part in fill(numbers_of_rank, sizes, budget.limit, keeps_order):
+            indices = chain(*(bundles[number] for number in numbers_of_part))
+            parts.append(Part(sorted(indices)))  # in the order of the step
+        parts_of_ranks.append(parts)
+    most = max(map(len, parts_of_ranks))
+    for parts in parts_of_ranks:
+        parts += [Part(bundles[0], filler=True)] * (most - len(parts))
+    return parts_of_ranks
+
+
+def balanced(sizes: list[int], ranks: int) -> list[list[int]]:
+    """The numbers of the bundles of each rank. From the largest to the smallest, each bundle goes to the rank that has
+    the least work so far. sizes: the work of each bundle."""
+    numbers_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        lightest = totals.index(min(totals))
+        numbers_of_ranks[lightest].append(number)
+        totals[lightest] += sizes[number]
+    return numbers_of_ranks
+
+
+def fill(
+    items: Sequence[int], sizes: list[int], limit: int, keeps_order: bool = False
+) -> list[list[int]]:
+    """First-fit bin packing. Each item has the size sizes[item] and goes into the first bin with enough space, or into
+    a new bin. An item above the limit gets a bin of its own. keeps_order: try only the last bin, then a new one."""
+    bins: list[list[int]] = []
+    spaces: list[int] = []  # the space left in each bin
+    for item in items:
+        tried = range(len(bins))[-1:] if keeps_order else range(len(bins))
+        chosen = next((b for b in tried if spaces[b] >= sizes[item]), None)
+        if chosen is None:
+            chosen = len(bins)
+            bins.append([])
+            spaces.append(limit)
+        bins[chosen].append(item)
+        spaces[chosen] -= sizes[item]
+    return bins
+
+
+# ---- the tokens of a micro-batch -----------------------------------------------------------------
 
 
 def prompt_groups(prompts: Iterable[np.ndarray]) -> list[list[int]]:

@@ -30,7 +30,6 @@ from checks import (
     check_state_dict,
     idle_rules,
 )
-from data import Budget, make_budget
 from evaluation import Checker, Evaluator
 from infra import console
 from infra.checkpoint import (
@@ -65,6 +64,7 @@ from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module
 from models.lora import merged_weights, reset_adapters
 from objective import Objective
+from packing import Budget, make_budget
 from records.examples import (
     Example,
     examples_hash,

@@ -20,11 +20,12 @@ from tokens import CHAT, EOS, bos, bot, chat, folder, ids_of, plain, rated, real
 import data
 import kto
 import online
-from data import Budget, Part, Step
+from data import Step
 from infra.console import BadInput
 from infra.optimizer import Plan
 from infra.settings import Data
 from models.hub import Source
+from packing import Budget, Part, split_bundles
 from records.examples import (
     Example,
     examples_hash,
@@ -562,7 +563,7 @@ def test_a_split_learns_each_example_once_within_its_budget_in_equally_many_micr
         sizes = [rng.randint(1, 40) if tokens else 1 for _ in range(n)]
         limit = tokens or size
         groups = [[i] for i in range(n)]  # each has a prompt of its own
-        micros = data.split_bundles(groups, sizes, Budget(0, ranks, limit, bool(tokens)))
+        micros = split_bundles(groups, sizes, Budget(0, ranks, limit, bool(tokens)))
         real = [[m.indices for m in mine if not m.filler] for mine in micros]
         assert sorted(chain(*chain(*real))) == list(range(n))
         assert {len(mine) for mine in micros} == {max(map(len, real))}, "no round of fillers only"

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 
 import evaluation
 import kto
-from data import Part, Step
+from data import Step
 from kto import auc
 from models import load
 from objective import Z
-from packing import pack
+from packing import Part, pack
 from records.examples import Example
 from trainer import Trainer
 
