@@ -40,6 +40,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 import vs_trl
 
 PROJECT = Path(__file__).resolve().parent.parent

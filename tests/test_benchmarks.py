@@ -1,20 +1,23 @@
 """vs_trl.py, step.py and gpu.py fit the program that they measure. A part of gpu.py that fails ends alone."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import Started
 
-sys.path.append(str(ROOT / "benchmarks"))
-import gpu  # noqa: E402
-import step  # noqa: E402
-import vs_trl  # noqa: E402
+import gpu
+import step
+import vs_trl
 
 
 def test_a_step_and_a_cell_are_measured_in_the_program_itself(tmp_path, monkeypatch, capsys):
+    def run_process(command: list[str]) -> str:
+        code, said, stderr = Started(tmp_path, command[1], command[2:]).ended()
+        assert code == 0, stderr
+        return said
+
+    monkeypatch.setattr(vs_trl, "run_process", run_process)
     monkeypatch.setattr(vs_trl, "OUT", tmp_path)
     monkeypatch.setattr(vs_trl, "SIZES", {"tiny": (1, 8, 1, 50)})
     monkeypatch.setattr(vs_trl, "STEPS", {"tiny": 1})
@@ -29,8 +32,8 @@ def test_a_step_and_a_cell_are_measured_in_the_program_itself(tmp_path, monkeypa
 
 def measure(out: Path, *words: str) -> tuple[int, list[dict]]:
     """gpu.py as a user types it. -> its exit code and the rows of its results"""
-    command = [sys.executable, gpu.__file__, "--tiny", "--out", str(out), *words]
-    code = subprocess.run(command).returncode
+    argv = ["--tiny", "--out", out, *words]
+    code, *_ = Started(out, gpu.__file__, argv).ended(within=4000)
     return code, [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 

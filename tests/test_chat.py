@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tokens
+from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, bot, user
 from conftest import start, train
 from tokens import ids_of, rated, write
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -21,9 +22,6 @@ from models.hub import Source
 from records.examples import Example, load_examples
 from records.forms import Record, understand_record
 from records.tokenizer import Tokenizer, template_kwargs
-
-sys.path.append(str(tokens.CHAT))
-from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, bot, user  # noqa: E402
 
 TRL = json.loads((tokens.CHAT / "trl.json").read_text())
 

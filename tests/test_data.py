@@ -6,7 +6,6 @@ import io
 import json
 import random
 import re
-import sys
 from itertools import chain, product
 
 import datasets
@@ -15,7 +14,8 @@ import pandas as pd
 import pytest
 import tokenizers
 import torch
-from tokens import CHAT, EOS, bos, bot, chat, folder, ids_of, plain, rated, real, user, write
+from chat_records import RECORDS as DIALOGUES
+from tokens import EOS, bos, bot, chat, folder, ids_of, plain, rated, real, user, write
 
 import data
 import kto
@@ -35,9 +35,6 @@ from records.examples import (
 )
 from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
-
-sys.path.append(str(CHAT))
-from chat_records import RECORDS as DIALOGUES  # noqa: E402
 
 
 def load(source, tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -30,10 +29,7 @@ from conftest import (
 from infra.console import BadInput, Failed
 from infra.files import read_lines
 from rollout import WithLogps
-
-sys.path.append(str(ROOT / "examples"))
-
-from vllm_server import Settings, WithServer  # noqa: E402
+from vllm_server import Settings, WithServer
 
 RUN = ("--batch_size=4", "--optim.lr=1e-2", "--online.max_iterations=2", "--online.prompts_per_iteration=null",
        "--online.num_generations=2", "--online.max_new_tokens=6", "--online.rollout_batch_size=5", "--save_interval=1",

@@ -45,7 +45,6 @@ from packing import pack
 from trainer import Trainer
 
 EXAMPLES = ROOT / "examples"
-sys.path.append(str(EXAMPLES))
 
 COMMON = ("--batch_size=6", "--max_steps=6", "--optim.lr=1e-2", "--save_interval=2",
           "--precision=32-true", "--micro_batch_size=4", "--eval.samples=0")  # fmt: skip

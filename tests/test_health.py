@@ -1,15 +1,12 @@
 """A run names the signs of sickness in its own numbers (docs/health.md)."""
 
 import re
-import sys
 
 import pytest
 from conftest import ROOT, train
 
+import health
 from infra.health import find_sign
-
-sys.path.append(str(ROOT / "benchmarks"))
-import health  # noqa: E402
 
 HEALTHY = {
     "entropy": (0.3, 0.2),

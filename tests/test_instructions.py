@@ -4,13 +4,11 @@ and kinds that are held out stay out; and the program itself runs on a small ran
 import json
 import os
 import shutil
-import sys
 
 import pytest
 from conftest import ROOT, Started
 
-sys.path.append(str(ROOT / "examples"))
-import instructions as task  # noqa: E402
+import instructions as task
 
 SEA = "Sea turtles swim far across warm oceans and come back to the beach where they once hatched"
 # kind: n, words, answers that are right, answers that are wrong

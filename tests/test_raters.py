@@ -1,7 +1,6 @@
 """Who rates online answers in examples/: a model behind a server, a reward model, the best against the worst."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,20 +9,17 @@ import pytest
 import tokens
 import torch
 import transformers
-from conftest import ROOT, train
+from conftest import train
 from test_forks import ONLINE
 
+import judge as judge_file
+import online_dpo
+import reward_model as reward_file
 from evaluation import Answer
 from infra.console import BadInput, Failed
 from infra.files import read_lines
+from judge import Judge, Judged, JudgeSettings, Server, judge, verdict
 from records.examples import Example
-
-sys.path.append(str(ROOT / "examples"))
-
-import judge as judge_file  # noqa: E402
-import online_dpo  # noqa: E402
-import reward_model as reward_file  # noqa: E402
-from judge import Judge, Judged, JudgeSettings, Server, judge, verdict  # noqa: E402
 
 COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
 
