@@ -19,7 +19,7 @@ import torch
 from infra.console import BadInput
 from infra.devices import to_device
 from infra.optimizer import Plan
-from infra.seeds import mixed
+from infra.random_numbers import mixed
 from infra.settings import RunSettings
 from packing import ONE_RANK, Budget, PackedBatch, Part, pack, prompt_groups, split_step
 from records.examples import Example

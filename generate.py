@@ -25,7 +25,7 @@ from infra.console import progress, run_cli, say
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
 from infra.parse import parse_command
-from infra.seeds import mixed
+from infra.random_numbers import mixed
 from infra.settings import (
     GREEDY,
     LocalPath,
@@ -37,8 +37,13 @@ from infra.settings import (
 )
 from models.hub import find_model
 from models.load import load_model
-from records.answer import answer_fields, asked_record, fields_of_prompt, prompt_key
-from records.forms import Record, understand_record
+from records.forms import (
+    Record,
+    answer_fields,
+    fields_of_prompt,
+    prompt_key,
+    understand_record,
+)
 from records.sources import collect, decoded_records
 from records.tokenizer import Tokenizer
 from sampler import generate, read_answer
@@ -74,7 +79,7 @@ class AskedModel:
             self.by_template or not record.needs_template,
             "prompt: the model has no chat template, and messages or tools need one",
         )
-        return asked_record(record, self.tokenizer, self.by_template)
+        return self.tokenizer.asked(record, self.by_template)
 
     def encode(self, record: Record, advice: str = "") -> np.ndarray:
         """The token ids of a record's prompt. advice: what to do if they are too many. Raises BadInput."""

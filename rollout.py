@@ -14,7 +14,7 @@ context, are refused before they are written.
 An engine that runs elsewhere may still have the weights of the last iteration, or another tokenizer. If the engine also
 gives the log-probs of its answers (WithLogps), the run compares them with the policy's and refuses such answers.
 
-iterations/answers-N.jsonl has a record of each answer (records/answer.py). The file is written again after each rollout
+iterations/answers-N.jsonl has a record of each answer (records/forms.py). The file is written again after each rollout
 batch, so a resume finds whole batches. iterations/rated-N.jsonl has these records with their labels, which kto.py can
 read, and the examples that the iteration learns from.
 """
@@ -38,11 +38,11 @@ from infra.console import BadInput, Failed, advance, progress, say, user_code, u
 from infra.devices import all_reduce, on_rank_0
 from infra.files import as_lines, publish_folder, read_lines, write_whole
 from infra.optimizer import Plan, check_iterations, iteration_plans
-from infra.seeds import mixed
+from infra.random_numbers import mixed
 from infra.settings import RunSettings, Sampling, refuse_unless
 from models.export import export
-from records.answer import answer_fields
 from records.examples import Example, examples_hash
+from records.forms import answer_fields
 from sampler import generate, read_answer
 
 if TYPE_CHECKING:

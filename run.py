@@ -58,7 +58,7 @@ from infra.devices import (
 from infra.logger import Logger
 from infra.optimizer import make_optimizer, what_trains
 from infra.program import program_hash
-from infra.seeds import mixed
+from infra.random_numbers import mixed
 from infra.settings import RunSettings, idle_settings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model, load_policy_and_reference, shard_module

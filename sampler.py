@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from attention import Layer, PackedAttention, sdpa
 from infra.console import advance
 from infra.devices import reduce_number, to_device
-from infra.seeds import mixed
+from infra.random_numbers import mixed
 from infra.settings import Sampling
 from models.lora import merge_for_sampling
 from packing import PackedBatch, pack

@@ -28,7 +28,7 @@ from infra.console import advance, progress, user_code
 from infra.devices import all_reduce
 from infra.logger import speed_of
 from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
-from infra.seeds import seed_user_code
+from infra.random_numbers import seed_user_code
 from model import Scores
 from objective import Z, join_columns, on_cpu
 from packing import PackedBatch, pack

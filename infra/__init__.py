@@ -1,9 +1,8 @@
 """The parts that every run needs, with any algorithm. Imports nothing from the other rooms.
 
 Read in this order: settings.py (the settings), parse.py (from words and files to settings), console.py (the output),
-launchers.py (the program that started the processes), devices.py (processes that compute together, and their end),
-checkpoint.py (a run on disk), program.py (the hash of a program's files), files.py (files that are complete or do not
-exist), seeds.py (random numbers), logger.py (rows and speed), health.py (signs that a run is sick), optimizer.py (the
-steps and their learning rates), rounding.py (types of numbers, stochastic rounding), kernels.py (functions with a
-backward of our own).
+devices.py (processes that compute together: who started them, and their end), checkpoint.py (a run on disk), program.py
+(the hash of a program's files), files.py (files that are complete or do not exist), random_numbers.py (seeds,
+stochastic rounding), logger.py (rows and speed), health.py (signs that a run is sick), optimizer.py (the steps and
+their learning rates), kernels.py (functions with a backward of our own).
 """

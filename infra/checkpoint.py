@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.hf_storage import (
 
 from infra.console import BadInput, program_file, say, user_error
 from infra.files import publish_folder, write_whole
-from infra.seeds import generator_of
+from infra.random_numbers import generator_of
 from infra.settings import (
     ROOT,
     RunSettings,

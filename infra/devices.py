@@ -25,9 +25,18 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from infra.console import BadInput, Failed, Interrupted, launched, launcher, rank, say, user_error
-from infra.launchers import resolve_processes
-from infra.rounding import round_at_random
+from infra.console import (
+    FIRST_PROCESS,
+    BadInput,
+    Failed,
+    Interrupted,
+    launched,
+    launcher,
+    rank,
+    say,
+    user_error,
+)
+from infra.random_numbers import round_at_random
 from infra.settings import RunSettings, refuse_unless
 
 # Nearly every batch has a new size, which fragments a GPU's memory if segments cannot be expanded. GPT-2 1.5B with
@@ -88,6 +97,11 @@ def resolve_precision(precision: str | None, on_gpu: bool, n_layer: int, n_embd:
     precision = "bf16-mixed" if on_gpu or cpu_gains else "32-true"
     say(f"precision: {precision}, which is fastest for this machine and a model of this size")
     return precision
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of the weights in a run of this precision."""
+    return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
 
 
 def prepare_machine() -> None:
@@ -177,6 +191,61 @@ def leave_process_group(fabric: Fabric) -> None:
         gc.collect()
         fabric.barrier()
         torch.distributed.destroy_process_group()
+
+
+# ---- who has started the processes ---------------------------------------------------------------
+
+
+def resolve_processes(devices: int) -> tuple[int, int]:
+    """-> processes on a node, and nodes: the setting `devices` on one node, or what torchrun or srun has started. If
+    Fabric starts the processes, the environment has no variables of torchrun after it.
+
+    Fabric's own search for a launcher is not used. It takes SLURM_NTASKS for srun's processes, but sbatch sets that
+    variable for a script, too. Raises BadInput."""
+    env = os.environ
+    started_by = launcher()
+    if started_by == "torchrun":
+        devices = int(env["LOCAL_WORLD_SIZE"])
+        return devices, int(env["WORLD_SIZE"]) // devices
+    if started_by == "srun":
+        tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # 8, or 8(x2) on two nodes, or 8,4
+        refuse_unless("," not in tasks, f"srun: {tasks} processes: give each node as many")
+        devices = int(tasks.split("(")[0])
+        return devices, int(env["SLURM_STEP_NUM_TASKS"]) // devices
+    if started_by == "Fabric":
+        end_with(int(env[FIRST_PROCESS]))
+    else:
+        prepare_fabric_launch(devices)
+    return devices, 1
+
+
+def prepare_fabric_launch(devices: int) -> None:
+    """Remove the variables of torchrun that another program has left, which the processes that Fabric starts would
+    inherit. Raises BadInput if another launcher has started several processes, because each would be a separate run."""
+    env = os.environ
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
+        n = env.get(name, "1")
+        refuse_unless(
+            n == "1",
+            f"{name} is {n} in the environment, but neither torchrun nor srun has started this process: use "
+            "torchrun (docs/commands.md)",
+        )
+    ranks = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK")
+    for name in (*ranks, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    if devices > 1:
+        env[FIRST_PROCESS] = str(os.getpid())  # Fabric's processes inherit it
+
+
+def end_with(first: int) -> None:
+    """Let the kernel end this process, which Fabric has started, with the first process, its parent. Otherwise it
+    would look for a parent that was killed at the start for half an hour."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None or os.getpid() == first:  # only Linux has it
+        return
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != first:  # the parent has ended before this call
+        os._exit(1)
 
 
 # ---- collectives ---------------------------------------------------------------------------------

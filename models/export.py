@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from infra.checkpoint import read_settings, read_state
+from infra.devices import dtype_of
 from infra.files import write_json
-from infra.rounding import dtype_of, round_at_random
+from infra.random_numbers import round_at_random
 from infra.settings import RunSettings, read_text, refuse_unless
 from model import GPT, Block
 from models.hub import (

@@ -25,7 +25,7 @@ from head import logp_of
 from infra.checkpoint import read_settings
 from infra.console import BadInput, user_error
 from infra.files import write_json
-from infra.rounding import round_at_random
+from infra.random_numbers import round_at_random
 from infra.settings import find_path, read_text, refuse_unless
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users

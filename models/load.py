@@ -24,8 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from head import logp_of
 from infra.checkpoint import read_settings, read_tensors
 from infra.console import BadInput, say, user_error
-from infra.devices import on_rank_0, set_weights
-from infra.rounding import dtype_of, round_at_random
+from infra.devices import dtype_of, on_rank_0, set_weights
+from infra.random_numbers import round_at_random
 from infra.settings import Lora, RunSettings
 from model import GPT, Block, Packed
 from models.hub import (
@@ -43,9 +43,9 @@ from models.hub import (
 from models.lora import (
     add_adapters,
     merge_adapters,
+    quantize_base,
     take_out_adapters,
 )
-from models.quantize import freeze, quantize_base, round_matrices
 from objective import Objective
 from packing import pack
 from records.tokenizer import Tokenizer
@@ -256,6 +256,32 @@ def share_weights(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
         cos_1ND, sin_1ND = hf.model.rotary_emb(torch.empty(0, device=hf.device), position_1N)
         gpt.cos = cos_1ND[0]
         gpt.sin = sin_1ND[0]
+
+
+# ---- matrices in bfloat16 ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def round_matrices(model: nn.Module, precision: str) -> None:
+    """In bf16-mixed give a model's matrices numbers that bfloat16 has, by rounding at random. Autocast, which rounds
+    matrices to nearest at each product, then changes nothing. This is no help in full fine-tuning: all small
+    steps begin at a number of bfloat16, so they are not computed on average either."""
+    if precision == "bf16-mixed":
+        for name, p in model.unique_parameters().items():
+            if p.dim() > 1:
+                p.copy_(round_at_random(p, torch.bfloat16, name))
+
+
+@torch.no_grad()
+def freeze(model: nn.Module, precision: str) -> nn.Module:
+    """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
+    head that is tied to the embedding. Autocast would cast these layers at each use: log-probs stay the same bits."""
+    model.requires_grad_(False).eval()
+    if precision == "bf16-mixed":
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
+                module.to(torch.bfloat16)
+    return model
 
 
 # ---- sharding ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): made, disabled, merged, reset, and written as PEFT's files.
+"""Adapters (LoRA): made, disabled, merged, reset, and written as PEFT's files; a base in 4 bits under them (QLoRA).
 
 An adapter of rank r is two matrices, A (r, inputs) and B (outputs, r). It adds scale * B @ A to the
 matrix W (outputs, inputs) of its layer. This file knows no model class: a model has blocks,
@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from head import autocast
 from infra.console import BadInput, rank
 from infra.devices import gather_tensor, place_like
 from infra.files import write_json
-from infra.rounding import round_at_random
+from infra.random_numbers import round_at_random
 from infra.settings import Lora
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
@@ -150,6 +151,43 @@ def reset_adapters(model: nn.Module, seed: int) -> None:
         a = torch.rand(layer.lora_A.shape, generator=generator, dtype=torch.float32)
         layer.lora_A.copy_(place_like(a * 2 * bound - bound, layer.lora_A))
         layer.lora_B.zero_()
+
+
+# ---- a base in 4 bits ----------------------------------------------------------------------------
+
+
+def quantize_base(model: nn.Module, device: torch.device | str) -> None:
+    """QLoRA (arXiv 2305.14314): replace the frozen linear layers of all blocks by bitsandbytes'
+    layers of 4 bits (nf4), on `device`. Adapters, biases and everything outside the blocks
+    stay as they are. Raises BadInput, also if a block has a matrix outside of its linear layers."""
+    linears = {m.weight for m in model.blocks.modules() if type(m) is nn.Linear}
+    for name, p in model.blocks.named_parameters():
+        if p.dim() > 1 and p not in linears and "lora_" not in name:
+            raise BadInput(
+                "lora.quantize: nf4 holds linear layers in 4 bits, and this model has matrices outside of them, such "
+                f"as the experts of a mixture ({name}): leave lora.quantize null"
+            )
+    import bitsandbytes.nn as bnb  # slow to import
+
+    for name, old in list(model.blocks.named_modules()):
+        if type(old) is not nn.Linear:
+            continue
+        # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
+        if old.in_features % 64 != 0:
+            raise BadInput(
+                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
+                f"this model has {old.in_features}"
+            )
+        sizes = old.in_features, old.out_features
+        new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
+        weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new)  # ty: ignore
+        new.weight = weight.to(device)
+        new.bias = old.bias
+        # autocast casts only the inputs of nn.Linear, and not those of bitsandbytes
+        new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))
+        # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
+        new.train = lambda mode=True, new=new: new
+        model.blocks.set_submodule(name, new)
 
 
 # ---- disable, merge ------------------------------------------------------------------------------

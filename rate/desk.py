@@ -16,8 +16,14 @@ from generate import AskedModel
 from infra.console import Failed, user_error
 from infra.settings import ROOT, Sampling, refuse_unless
 from rate.ratings import Ratings
-from records.answer import answer_fields, fields_of_prompt, prompt_key
-from records.forms import Record, content_of, understand_record
+from records.forms import (
+    Record,
+    answer_fields,
+    content_of,
+    fields_of_prompt,
+    prompt_key,
+    understand_record,
+)
 
 FEWEST = 8  # ratings that config/thumbs.yaml trains on: one batch
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from infra.console import BadInput
 from infra.files import as_lines, write_whole
 from infra.settings import refuse
-from records.answer import prompt_key
-from records.forms import Record, understand_record
+from records.forms import Record, prompt_key, understand_record
 from records.sources import collect, decoded_records
 
 # (prompt, answer) of a rating, as texts of JSON

@@ -18,13 +18,13 @@ from tokenizers.decoders import DecodeStream
 
 from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
 from infra.settings import Data, refuse, refuse_unless, split_commas
-from records.answer import asked_record, fields_of_prompt
 from records.forms import (
     Kind,
     Record,
     as_answer,
     as_turns,
     content_of,
+    fields_of_prompt,
     is_place,
     read_label,
     understand_record,
@@ -154,7 +154,7 @@ def load_file(
                 marked = token_label(record, prompt, completions[0], tokenizer)
                 example = example._replace(token_label=marked[: data.max_completion])
         if kind in ("prompts", "demonstrations"):  # only these kinds are answered again
-            fields = fields_of_prompt(asked_record(record, tokenizer, by_template))
+            fields = fields_of_prompt(tokenizer.asked(record, by_template))
             example = example._replace(asked=fields)
         if data.split:
             example = example._replace(conversation=conversation_of(record, by_template))

@@ -1,8 +1,9 @@
 """One record of any known form becomes a Record: prompt, completions, label.
 
 Reading order: ALIASES (other names of our fields), Record (what comes out), understand_record (the
-whole way of one record), then the forms that a record may have, then its fields. A record of no known
-form is refused with `field: reason` (the caller adds the file and the line); a label is never guessed.
+whole way of one record), then the forms that a record may have, then its fields. The last part is the way back: the
+fields of one record of an answer. A record of no known form is refused with `field: reason` (the caller adds the file
+and the line); a label is never guessed.
 """
 
 import json
@@ -445,3 +446,33 @@ def _number(value: object, name: str, lowest: float = -1e30) -> float:
         if lowest <= number < 1e30:
             return number
     raise BadInput(f"{name}: expected a finite number from {lowest:g} on, got {value!r:.50}")
+
+
+# ---- one record of an answer ---------------------------------------------------------------------
+# generate.py, the page for thumbs and the iterations of spin.py and online.py write it. It holds everything that the
+# model was asked. kto.py therefore trains on exactly the prompt that was answered. Two prompts are equal if everything
+# that the model was asked is equal.
+
+
+def fields_of_prompt(record: Record) -> dict:
+    """The fields of a prompt in a file. A record that is read from these fields has the same prompt."""
+    prompt_fields = {
+        "prompt": record.prompt,
+        "tools": record.tools,
+        "chat_template_kwargs": record.template_kwargs,
+        "date": record.date,
+    }
+    prompt_fields = {name: value for name, value in prompt_fields.items() if value is not None}
+    fields = {"prompt": record.prompt} | record.beside | record.extra | prompt_fields
+    return json.loads(json.dumps(fields, default=str))  # a table has days, too
+
+
+def prompt_key(record: Record) -> str:
+    """A key that is equal for equal prompts."""
+    without_empty = record._replace(template_kwargs=record.template_kwargs or None)
+    return json.dumps(fields_of_prompt(without_empty), sort_keys=True)
+
+
+def answer_fields(completion: str, cut: bool) -> dict:
+    """The fields of the answer in a file, after fields_of_prompt."""
+    return {"completion": completion, "cut": cut}

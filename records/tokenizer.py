@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from infra.console import BadInput, say, user_error
 from infra.settings import IdleRule, find_path, read_text, refuse_unless, split_commas
 from models.hub import Source, read_json
-from records.forms import Record
+from records.forms import Record, as_turns
 from records.template import MARK, ChatTemplate, template_of
 
 
@@ -91,6 +91,12 @@ class Tokenizer:
             return record.prompt, record.completions
         self.has_rendered = True
         return self.chat.render(record, Counter() if counts is None else counts)
+
+    def asked(self, record: Record, by_template: bool) -> Record:
+        """The record as the model is asked: by the chat template with its settings and its day, or as a plain text."""
+        if by_template:
+            return self.chat.asked(record._replace(prompt=as_turns(record.prompt)))
+        return record._replace(tools=None, template_kwargs=None, date=None)
 
     def idle_rules(self, by_template: bool, prefix: str = "") -> list[IdleRule]:
         """When the settings of the chat template have no effect. prefix: of their names."""

@@ -11,8 +11,7 @@ from conftest import ROOT, Started, assert_same, environments_of_ranks, ranks, r
 
 import kto
 from infra.console import BadInput, rank
-from infra.devices import launch, resolve_devices
-from infra.launchers import resolve_processes
+from infra.devices import launch, resolve_devices, resolve_processes
 from infra.settings import Data
 
 DEMO, LARGE = (3, 96), (30, 576)  # layers, width

@@ -13,7 +13,7 @@ import transformers
 from conftest import PARITY, start, train
 from tiny_models import load_transformers, logits, margin, their_margin, write_sentences
 
-from infra.rounding import round_at_random
+from infra.random_numbers import round_at_random
 from models import load
 from trainer import Trainer
 

@@ -1,13 +1,34 @@
-"""Types of floating-point numbers, and stochastic rounding from one to another."""
+"""Random numbers: seeds, the generators, and rounding at random."""
 
 import hashlib
+import random
 
+import numpy as np
 import torch
+from lightning.fabric import Fabric
 
 
-def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of the weights in a run of this precision."""
-    return {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+def mixed(seed: int, number: int) -> int:
+    """A seed for each pair of a seed and a number: another one for each pair, as long as the numbers stay below
+    1000003."""
+    return (seed * 1000003 + number) % 2**63
+
+
+def generator_of(fabric: Fabric) -> torch.Generator:
+    """The source of this rank's random numbers."""
+    if fabric.device.type == "cuda":
+        return torch.cuda.default_generators[fabric.device.index]
+    return torch.default_generator
+
+
+def seed_user_code(fabric: Fabric, seed: int, step: int) -> None:
+    """Seed the generators that a fork may use and that no checkpoint holds: Python's, numpy's and, on a GPU, torch's
+    generator of the CPU. The same step of a resumed run then draws the same numbers."""
+    number = mixed(seed, step) % 2**32
+    random.seed(number)
+    np.random.seed(number)
+    if fabric.device.type == "cuda":
+        torch.default_generator.manual_seed(number)
 
 
 def round_at_random(x: torch.Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> torch.Tensor:
@@ -33,6 +54,6 @@ def round_at_random(x: torch.Tensor, dtype: torch.dtype, name: str, seed: int = 
         power = (part.view(torch.int32) & 0x7F800000).view(torch.float32)
         spacing = (power * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
         share = torch.rand(part.shape, generator=generator, dtype=torch.float32, device=x.device)
-        random = torch.floor(part / spacing + share) * spacing
-        out.copy_(torch.where(out == part, part, random))
+        drawn = torch.floor(part / spacing + share) * spacing
+        out.copy_(torch.where(out == part, part, drawn))
     return rounded
