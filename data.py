@@ -39,8 +39,9 @@ def step_examples(
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # No two epochs of a run may have the same number. An iteration counts its epochs from plan.begin on. Each
-            # epoch has at least one step, so the next iteration begins with a larger number.
+            # The number of an epoch seeds its order, so no two epochs of a run may have the same number. An iteration
+            # numbers its epochs from plan.begin on. It has at least as many steps as epochs, so the next iteration
+            # begins with a larger number.
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
@@ -52,7 +53,7 @@ def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int)
     if cfg.data.shuffle:
         order = shuffled(len(examples), epoch, cfg.seed)
     if cfg.data.group_by_prompt:
-        # Move equal prompts next to each other, so that a micro-batch computes each prompt once.
+        # Equal prompts come next to each other, and so into the same step, which computes each prompt once.
         groups = prompt_groups([examples[j].prompt for j in order])
         order = [order[k] for group in groups for k in group]
     return order
@@ -143,12 +144,12 @@ class Step:
                 any_completion if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        # L, the tokens of the step's longest completion. All micro-batches have the same L, because a sum over L must
-        # round in the same way in every split.
+        # L, the tokens of the step's longest completion. All micro-batches have the same L. With another number of
+        # zeros at its end, a sum over L could round differently.
         completions = [e.completions for e in examples]
         lengths = map(len, chain(*completions, self.mismatched_completions or []))
         self.longest = max(lengths, default=0)
-        # this rank's parts; every rank has equally many
+        # the parts of the step that are this rank's micro-batches; every rank has equally many
         self.parts = split_step(prompts, completions, self.mismatched_completions, budget)
 
     def move_to(self, device: torch.device) -> None:
@@ -216,7 +217,7 @@ class MicroBatch:
     def token_label(self) -> torch.Tensor:
         """(B, L) 1 at the tokens that the record's `spans` mark as good, -1 at those that they mark as bad, 0 at all
         other tokens."""
-        unmarked = [0] * self.step.longest
+        unmarked = [0] * self.step.longest  # each row is filled up to L
         rows = [[*e.token_label, *unmarked][: len(unmarked)] for e in self.examples]
         return to_device(torch.tensor(rows), self.index_B.device)
 

@@ -10,8 +10,8 @@ short file that passes the changed parts to `main`, as the files in examples/ do
 The log-ratio of a completion, r = log policy - log reference, says how much more probable the completion has become.
 The loss compares r with z, an estimate of KL(policy || reference) in nats. The KL is the mean r of answers that are
 sampled from the policy. Sampling takes time, so the paper takes mismatched pairs instead: prompts with the completions
-of other prompts. z is the mean r of the step's mismatched pairs. A KL is never negative, but this estimate can be. It
-is then clamped to 0.
+of other prompts. z is the mean r of the step's mismatched pairs. Their completions are not samples of the policy, so
+z is only a rough estimate. It can be negative, which a KL never is. It is then clamped to 0.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py. objective.py
 has the other methods that an algorithm may override, such as make_z and after_step.
@@ -19,10 +19,10 @@ has the other methods that an algorithm may override, such as make_z and after_s
 Differences from the paper and from other implementations:
 - z is one number for all examples of an optimizer step, made from all micro-batches and devices.
 - A mismatched pair never has a completion of its own prompt.
-- Before the first step the run scores a few examples. The r of every example's own completion must be exactly 0,
-  unless --reference names another model.
+- Before the first step the run computes the r of a few examples. Policy and reference are equal then, so every r must
+  be exactly 0. (This is not checked if --reference names another model.)
 
-Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
+Shape letters: G examples of a step, B of a micro-batch, K completions of an example (here 1), n mismatched pairs.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class KTOSettings(PreferenceSettings):
     """Weight of a thumbs down (lambda_U)."""
     balance: bool = False
     """Set both weights so that the thumbs up and the thumbs down of data.train count equally, as the KTO paper advises.
-    Other values of the two weights are overridden. settings.yaml shows the weights that were used."""
+    It overrides the two settings above. settings.yaml shows the weights that were used."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class KTO(Objective):
     def __init__(self, args: KTOSettings):
         self.args = args
 
-    # These two are not set in __init__, because a subclass may replace them by plain attributes of its class.
+    # Not set in __init__: a subclass may replace them by plain attributes, in its class or in its own __init__.
 
     @cached_property
     def average_logps(self) -> bool:
@@ -118,7 +118,7 @@ class KTO(Objective):
         nll_B = -logp_B
         if self.average_logps:
             nll_B = nll_B / batch.length[:, 0]
-        # The loop averages over all G examples; this factor turns that into an average over the desirable ones.
+        # The loop averages over all G examples. This factor turns the mean into one over the desirable examples.
         scale = batch.step.size / max(1, batch.step.n_desirable)
         sft_loss_B = torch.where(batch.label, nll_B, 0) * scale
         loss_B = preference_loss_B + args.sft_loss_weight * sft_loss_B
@@ -157,8 +157,10 @@ class KTO(Objective):
         }
         inputs = ("logratio", "logp", "desirable")  # used above, but not logged
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
-        if chosen is None:  # without a desirable example there is no mean over the desirable ones
-            means.pop("sft_loss", None)
+        if (
+            chosen is None and "sft_loss" in means
+        ):  # no mean over the desirable examples: an empty cell
+            means["sft_loss"] = None
         return join_columns(means, row)
 
 
@@ -203,7 +205,7 @@ def main(
     checker        judges a list of sampled answers (evaluation.Checker)
     optimizer      a function like infra.optimizer.make_optimizer
     make_records   turns one record of the user's file into a list of records in our form (docs/data.md)"""
-    # Without --model and --config the settings come from config/demo.yaml. --help prints the objective's docstring.
+    # A command without --model and --config gets its settings from config/demo.yaml.
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
     with run:  # ends the run, also after an error or a signal

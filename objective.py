@@ -37,20 +37,20 @@ class Objective:
     """An algorithm. Only `loss` must be defined.
 
     A subclass sets the attributes below in its class or in __init__. They must not change during a fit, because a
-    second thread reads them while it prepares the next step."""
+    second thread reads them. It packs the next step while a step runs."""
 
     record_kind = "rated"
     """The kind of records that it learns from: rated, paired, demonstrations or prompts."""
     needs_mismatched_pairs = False
     """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, to make z."""
     needs_reference = True
-    """False: no reference model is loaded, ref_logps is None, and a log-ratio is log pi."""
+    """False: no reference model is loaded, ref_logps is None, and a log-ratio is the policy's log-prob."""
     by_token = False
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     top_k = 0
-    """If k > 0, log-probs are (B, K, L, 1 + k). At each position the first one belongs to the completion's own token.
-    The other k belong to the k most probable tokens of the reference. An objective with top_k needs by_token and a
-    reference, and has no mismatched pairs."""
+    """For distillation. If k > 0, log-probs are (B, K, L, 1 + k). At each position the first one belongs to the
+    completion's own token. The other k belong to the k most probable tokens of the reference. An objective with top_k
+    needs by_token and a reference, and has no mismatched pairs."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
@@ -82,8 +82,8 @@ class Objective:
     def reduce_tokens(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hook between the models and the loss: turns the models' log-probs into what loss, z and `logratio` receive.
-        The default is the identity.
+        """Turns the models' log-probs into what `loss` and `logratio` receive, for the loss and for z. The default is
+        the identity.
 
         The models give (B, K), or with by_token (B, K, L) with 0 beyond the end of a completion. The result must be
         (B, K) if the objective has mismatched pairs or average_logps: z and the average need one number for each
@@ -97,13 +97,12 @@ class Objective:
         None if the example has no pair. Called only if needs_mismatched_pairs is True.
 
         The default takes the completion of the next example that has another prompt and another completion. It runs
-        one step ahead, in the packing thread.
+        in the thread that packs the next step.
 
-        An override runs in the main thread at the start of its step. It may use state that after_step has changed, and
-        the policy (under no_grad), if the fork's main has handed the Run to the objective. All ranks use the result of
-        rank 0. The override is also called for validation, for the test split and in the start check. With the setting
-        reference_cache it is called twice for every step, because the reference's log-probs are then computed before
-        training. Both calls must return the same completions, so these must not depend on the policy."""
+        An override runs in the main thread at the start of its step, so it may use what after_step has changed. All
+        ranks use the result of rank 0. The override is also called for validation, for the test split and in the start
+        check. With the setting reference_cache it is called for every step before training, too, and must return the
+        same completions again."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
@@ -114,8 +113,8 @@ class Objective:
     def logratio(
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> torch.Tensor:
-        """The log-ratio r = log policy - log reference, in nats. Loss, z and rewards are computed from log-ratios. All
-        tensors have the same shape, such as (B, K)."""
+        """The log-ratio r = log policy - log reference, in nats. Loss, z and rewards are computed from log-ratios. With
+        average_logps all three tensors are (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / length_BK if self.average_logps else r
 
@@ -130,8 +129,8 @@ class Objective:
         return z.clamp(min=0)
 
     def after_step(self, step: Step, columns: dict[str, torch.Tensor], z: Z) -> None:
-        """Update state that the objective keeps from step to step. Called once per training step, after `metrics` and
-        before the weights change, never in validation.
+        """Update state that the objective keeps from step to step. Called once in each training step, before the
+        weights change. Never called in validation.
 
         The columns cover all G examples. They are on the CPU and the same on all ranks. step.examples[i].number
         is the place of an example in data.train, the same in all epochs."""
@@ -200,6 +199,7 @@ class PreferenceSettings:
     beta: PositiveFloat = 0.1
     """Strength of the pull back to the reference. A larger beta keeps the policy closer to it."""
     average_logps: bool = False
-    """Divide each log-ratio by the number of its tokens, also in z and in the term of sft_loss_weight."""
+    """Divide each log-ratio by the number of its tokens, also in z. The same for the log-likelihood that
+    sft_loss_weight weights."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of the desirable (chosen) completions."""

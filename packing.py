@@ -114,7 +114,7 @@ def split_bundles(bundles: list[list[int]], sizes: list[int], budget: Budget) ->
 
     Every rank gets exactly equally many parts: fillers replace the missing ones. If the budget counts tokens, every
     rank also gets about equally many tokens. If it counts examples, ranks take the bundles in turn, in the step's
-    order."""
+    order: `balanced` does so if all bundles are equally much work."""
     parts_of_ranks = []
     keeps_order = not budget.counts_tokens
     work = [1] * len(bundles) if keeps_order else sizes
@@ -181,12 +181,12 @@ class PackedBatch(NamedTuple):
     nothing follows it.
 
     Flash attention takes the row as sequences. A sequence is a prompt with one of its completions. Its keys are the
-    tokens of both. Its queries are the tokens of the completion. The tokens of a prompt are queries once: in the
-    prompt's first sequence. The last query sees all keys, the query before it all keys but the last, and so on
-    ("bottom-right causal"). If an earlier forward has computed the keys and values of the prompts
+    tokens of both. Its queries are the tokens of the completion. A prompt may be in several sequences, and its tokens
+    are queries in the first of them only. The last query sees all keys, the query before it all keys but the last, and
+    so on ("bottom-right causal"). If an earlier forward has computed the keys and values of the prompts
     (attention.PromptCache), only the completions are queries.
 
-    Index tensors are int64, as torch requires. The three tensors (..., S) are int32, as flash attention requires.
+    Index tensors are int64, as torch requires. The three fields that end in _S are int32, as flash attention requires.
     """
 
     token_N: torch.Tensor
@@ -396,7 +396,9 @@ def attention_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
     n_keys_J = np.array([len(s.place) for s in sequences])
     n_completion_J = np.array([len(s.completion_place) for s in sequences])
     n_queries_J = np.where([s.branch == 1 for s in sequences], n_keys_J, n_completion_J)
-    if not n_completion_J.any():  # after n_queries_J, whose queries include the prompts
+    if (
+        not n_completion_J.any()
+    ):  # n_queries_J is made before this change: it has queries of prompts
         n_completion_J[0] = 1  # see PackedBatch.completion_M
     key_I = np.concatenate([s.place for s in sequences])
     return dict(

@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        # whether the present step writes a row of metrics.csv, which needs the entropy
+        # whether the present step writes a row of metrics.csv; only such a step computes the entropy
         self.row_is_due = True
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
@@ -52,9 +52,9 @@ class Trainer:
         """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ended the run before its last
         step. A signal during a validation raises Interrupted instead.
 
-        By default the examples are data.train, and the plan has all steps of the run. spin.py and online.py call `fit`
-        once per iteration. The plan of an iteration has the steps plan.begin + 1 to plan.end. plan.total is the last
-        step of the run (class Plan in infra/optimizer.py)."""
+        By default the examples are data.train, and the plan has all steps of the run. spin.py and online.py train in
+        iterations. They call `fit` once for each, with a plan of the steps plan.begin + 1 to plan.end. plan.total is
+        the last step of the whole run (class Plan in infra/optimizer.py)."""
         run = self.run
         assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
@@ -65,12 +65,14 @@ class Trainer:
             self.train_step(step, micro_batches, plan)
             step_number = run.state.step
             val_is_due = is_due(step_number, run.cfg.val_interval, plan)
+            # a validation also asks the checker, if it is due
             if val_is_due or evaluation.checker_is_due(run, plan):
                 evaluation.validate(self, plan)
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
             if save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
             if run.objective.needs_reference:
+                # three times in a run: a line if its numbers look sick
                 run.logger.health(step_number, plan, len(run.examples["val"]))
             reason = run.stop.reason or ("stop_at" if step_number == run.cfg.stop_at else "")
             if reason and step_number < plan.total:
@@ -108,7 +110,7 @@ class Trainer:
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
-        # the first step after a checkpoint, because the next checkpoint may come hours later
+        # Can the objective's state be saved? Asked soon, because the next checkpoint may come hours later.
         if step_number == run.saved_step + 1:
             checks.check_state_dict(run.objective)
 
@@ -206,11 +208,7 @@ class Trainer:
         reference. Writes the log-ratios of the pairs, in nats, into mismatched_logratio_G. prompts: the policy's cached
         prompts, if its forward came first.
 
-        In a training step the policy is in train mode, so LoRA dropout also affects z.
-
-        In the first step the r of every own completion is exactly 0 (without dropout). The r of a mismatched pair is
-        exactly 0 in policy_forward_first. In z_first it is 0 up to rounding, because the reference reads the prompt
-        from a cache and the policy computes the prompt again."""
+        In a training step the policy is in train mode, so LoRA dropout also affects z."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
         ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
@@ -222,7 +220,7 @@ class Trainer:
                 logps, ref_logps = objective.reduce_tokens(logps, ref_logps, packed.length_BK)
             r_BK = objective.logratio(logps, ref_logps, packed.length_BK)
             micro.put(r_BK[:, 0], mismatched_logratio_G)  # a pair has one completion, so K is 1
-        return ref_scores._replace(prompts=None)
+        return ref_scores._replace(prompts=None)  # frees the cached prompts
 
     @torch.no_grad()
     def z_of_step(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Z:
@@ -243,9 +241,9 @@ class Trainer:
         prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
     ) -> Scores:
-        """The policy's scores of a packed batch: log-probs, with gradient in training; the outputs of the objective's
-        module; if asked for, the prompts for a later forward; and, with gradient, the entropy if the step has a row
-        (class Scores in model.py). All scores of the policy come from here: for the loss, for z, in validation and in
+        """The policy's scores of a packed batch: log-probs, outputs of the objective's module, and more (class Scores
+        in model.py). In training the log-probs have a gradient. prompts: use these cached prompts. keeps_prompts: cache
+        the prompts of this forward. All scores of the policy come from here: for the loss, for z, in validation and in
         the start check."""
         by_token = self.run.objective.by_token
         entropy = self.row_is_due and torch.is_grad_enabled()
@@ -289,8 +287,8 @@ class Trainer:
         """Add the gradient of a micro-batch to the step's gradient, and write its columns into columns_G."""
         loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, z.z_G)
         if torch.is_grad_enabled():
-            # DDP and FSDP2 average gradients over ranks, so multiply by their number. The backward of a sharded model
-            # is a collective, so it runs for a filler too.
+            # DDP and FSDP2 average gradients over ranks, so multiply by their number. A filler (packing.Part) counts
+            # nothing, but its backward runs too, because the backward of a sharded model is a collective.
             factor = 0.0 if micro.part.filler else self.run.fabric.world_size / micro.step.size
             self.run.fabric.backward(loss_B.sum() * factor)
         if not columns_G:
@@ -316,7 +314,7 @@ class Trainer:
         loss_B, own_columns = checks.check_loss(result, B=len(micro.part.indices))
         loss_B = loss_B * micro.step.weight[micro.index_B]
         columns = {"loss": loss_B}
-        if scores.entropy is not None:
+        if scores.entropy is not None:  # (B, K) sums over tokens; the column has means
             columns["entropy"] = scores.entropy.sum(1) / micro.length.sum(1)
         columns = join_columns(columns, own_columns)
         return loss_B, {name: x.detach().double() for name, x in columns.items()}
@@ -333,8 +331,8 @@ class Trainer:
         """The columns of all examples, the same on all ranks. columns_G has those of this rank, and 0 for the examples
         of other ranks. Their sum over ranks has all."""
         run = self.run
-        # All ranks take rank 0's order of the columns. It is broadcast once for each kind of step, because a broadcast
-        # makes the host wait. The columns depend on the objective, on train or eval mode, and on the entropy.
+        # All ranks take rank 0's order of the columns: a fork may make them from a set. It is broadcast once for each
+        # kind of step, because a broadcast makes the host wait.
         kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
@@ -396,8 +394,8 @@ class Trainer:
         return Step(examples, completions, run.budget)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device. Count it as done when the caller asks for the next one. Raises
-        Interrupted after a signal, except in a training step, which always runs to its end."""
+        """Move each micro-batch to the device, and count its examples for the lines of progress. Raises Interrupted
+        after a signal, except in a training step, which always runs to its end."""
         run = self.run
         for micro in micro_batches:
             yield micro.to(run.fabric.device)
@@ -411,10 +409,10 @@ class Trainer:
         """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        # Policy and reference are equal after reference_step: 0, or the start of an iteration of spin.py or online.py.
+        # After reference_step policy and reference are equal. It is 0, or the step before an iteration.
         if run.state.step == run.reference_step:
             checks.check_start(self, examples)
-        # released: the cache has all log-probs of the run, and the reference model has been freed
+        # A released reference has been freed, because its cache already has all log-probs of the run.
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         # unvalidated: the run had been stopped during the validation of this step
