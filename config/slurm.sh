@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Two nodes with eight GPUs each, started by SLURM:
 #   sbatch config/slurm.sh
-# SLURM sends SIGTERM two minutes before the time is over: the run then saves a checkpoint and ends. The same command
-# continues it. If one process fails, srun ends the others: NCCL would let them wait.
+# SLURM sends SIGTERM two minutes before the time limit. The run then saves a checkpoint and ends, and the same command
+# continues it. If one process fails, srun ends the others, which would otherwise wait for it.
 #SBATCH --nodes 2
 #SBATCH --ntasks-per-node 8
 #SBATCH --gpus-per-node 8
