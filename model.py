@@ -116,7 +116,7 @@ class Packed(nn.Module):
         return block(*inputs)
 
     def logp(
-        self, h_TC: torch.Tensor, target_T: torch.Tensor, entropy: bool = False, top_k: int = 0
+        self, h_TC: torch.Tensor, target_T: torch.Tensor, entropy: bool, top_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Log-probs of the targets (T,) or (T, n), chunk by chunk: the (T, V) logits never exist together. And the
         entropy (T,), or None. And the ids of the targets: if top_k, the k most probable tokens are targets, too."""

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -258,30 +258,28 @@ def example_of(
 def token_label(
     record: Record, prompt: list[int], completion: list[int], tokenizer: Tokenizer
 ) -> list[int]:
-    """(L,) 1 or -1 for each token that a marked part of the record's completion touches, otherwise 0. Raises
-    BadInput."""
+    """(L,) 1 or -1 for each token that a marked part of the record's completion touches, otherwise 0. If several parts
+    touch a token, the last one counts. Raises BadInput."""
+    labels = [0] * len(completion)
     with user_error("spans", "expected a list of {start, end, label} of one text"):
         (text,) = map(content_of, record.completions)
-        character_label = [0] * len(text)
+        stream = DecodeStream(prompt, skip_special_tokens=False)
+        pieces = [stream.step(tokenizer.hf.backend_tokenizer, i) or "" for i in completion]
+        lead = "".join(pieces).find(text)  # what the chat template writes before the text
+        refuse_unless(lead >= 0, "spans: the tokens of the completion do not spell its text")
+        # where each token begins in the text, and where the last token ends
+        places = [*accumulate(map(len, pieces), initial=-lead)]
         for span in record.spans:
             start = span["start"]
             end = span["end"]
-            if not 0 <= start < end <= len(text):
-                raise ValueError(
-                    f"it has {len(text)} characters, and no part from {start} to {end}"
-                )
-            character_label[start:end] = [1 if read_label(dict(span)) else -1] * (end - start)
-        stream = DecodeStream(prompt, skip_special_tokens=False)
-        pieces = [stream.step(tokenizer.hf.backend_tokenizer, i) or "" for i in completion]
-        begin = "".join(pieces).find(text)
-        refuse_unless(begin >= 0, "spans: the tokens of the completion do not spell its text")
-    character_label = [0] * begin + character_label  # of the pieces that follow
-    labels = []
-    for piece in pieces:
-        # a token without a piece is a part of the next character
-        touched = character_label[: len(piece) or 1]
-        labels.append(next(filter(None, touched), 0))
-        character_label = character_label[len(piece) :]
+            refuse_unless(
+                0 <= start < end <= len(text),
+                f"spans: the text has {len(text)} characters, and no part from {start} to {end}",
+            )
+            for i, (begin, after) in enumerate(pairwise(places)):
+                # a token without a piece is a part of the next character
+                if begin < end and max(after, begin + 1) > start:
+                    labels[i] = 1 if read_label(dict(span)) else -1
     return labels
 
 

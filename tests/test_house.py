@@ -93,7 +93,7 @@ BUDGETS = {
     "generate.py": 1_370,
     "head.py": 1_350,
     "kto.py": 1_120,  # kto.balance; a fork's attributes take the place of settings
-    "model.py": 2_375,  # log-probs of several tokens at a place
+    "model.py": 2_370,  # log-probs of several tokens at a place
     "objective.py": 705,  # settings that depend on the records
     "online.py": 1_210,  # the sizes of iterations after rate, which were in rollout.py
     "packing.py": 2_365,  # the split of a step, which was in data.py
@@ -108,7 +108,7 @@ BUDGETS = {
     "trainer.py": 2_845,  # the reference names the tokens of Objective.top_k
     "infra/": 13_230,  # the signs of a sick run (health.py); empty texts as values; a closed terminal
     "models/": 10_170,
-    "records/": 11_480,  # data.split refuses negative shares
+    "records/": 11_465,  # data.split refuses negative shares
     "convert/": 10_290,  # withdrawn ratings in conversations; each line at fault in a tree; settings without effect
     "rate/": 2_155,
     "tests/": 97_630,  # log-probs of likeliest tokens, stop texts, 8-bit AdamW
@@ -116,7 +116,7 @@ BUDGETS = {
 }
 # What `python kto.py` imports.
 FILES_OF_A_RUN = 33
-TOKENS_OF_A_RUN = 57_140
+TOKENS_OF_A_RUN = 57_120
 
 
 def n_tokens(file: Path) -> int:

@@ -105,7 +105,8 @@ def test_a_marked_part_is_the_tokens_that_it_touches_also_through_a_chat_templat
     tokenizer = Tokenizer(Source(tiny if kind == "plain" else tokens.real(kind, tmp_path)))
     turns = ("Q", text) if kind == "plain" else ([tokens.user("Q")], [tokens.bot(text)])
     n = len(text)
-    for start, end, label in [(0, 1, True), (4, 8, False), (n - 1, n, True), (0, n, False)]:
+    # a part that begins at a character of several tokens, too
+    for start, end, label in [(0, 1, True), (6, 8, False), (n - 1, n, True), (0, n, False)]:
         marks = [{"start": start, "end": end, "label": label}]
         file = tokens.write(tmp_path / "marked.jsonl", tokens.rated(*turns, spans=marks))
         data = with_limits(Data(file), 128)
@@ -127,9 +128,9 @@ def test_a_marked_part_is_the_tokens_that_it_touches_also_through_a_chat_templat
 
 SPANS = "spans: expected a list of {start, end, label} of one text: "
 BAD_SPANS = {
-    f"{SPANS}it has 5 characters, and no part from 2 to 9": [{"start": 2, "end": 9, "label": True}],
-    f"{SPANS}it has 5 characters, and no part from 3 to 3": [{"start": 3, "end": 3, "label": True}],
-    f"{SPANS}it has 5 characters, and no part from -1 to 2": [{"start": -1, "end": 2, "label": 1}],
+    "spans: the text has 5 characters, and no part from 2 to 9": [{"start": 2, "end": 9, "label": True}],
+    "spans: the text has 5 characters, and no part from 3 to 3": [{"start": 3, "end": 3, "label": True}],
+    "spans: the text has 5 characters, and no part from -1 to 2": [{"start": -1, "end": 2, "label": 1}],
     f"{SPANS}label": [{"start": 0, "end": 2}],
     "label: expected true, false": [{"start": 0, "end": 2, "label": "maybe"}],
     f"{SPANS}list indices": [[0, 2]],
