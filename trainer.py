@@ -31,7 +31,7 @@ from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
 from infra.random_numbers import seed_user_code
 from model import Scores
 from objective import Z, join_columns, on_cpu
-from packing import PackedBatch, pack
+from packing import PackedBatch
 from records.examples import Example
 from reference import precompute
 from run import Run
@@ -264,17 +264,6 @@ class Trainer:
             by_token=objective.by_token,
             top_k=objective.top_k,
         )
-
-    @torch.no_grad()
-    def score_under(self, micro: MicroBatch, prompts: list[np.ndarray]) -> torch.Tensor:
-        """The policy's log-probs of the micro-batch's completions after other prompts, without gradient: (B, K), or
-        (B, K, L) by token. prompts: token ids, one array for each example.
-
-        For a fork's micro_batch_loss that compares an answer under two prompts (examples/next_message.py). Call it for
-        every micro-batch, because the forward of a sharded model is a collective."""
-        completions = [example.completions for example in micro.examples]
-        packed = pack(prompts, completions, micro.step.longest)
-        return self.forward(packed.to(self.run.fabric.device)).logps
 
     def loss_and_backward(
         self,

@@ -10,12 +10,14 @@ message makes a token less probable, the policy learns to make the token less pr
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jsonargparse.typing import PositiveFloat
 
 import kto
 from infra.console import run_cli
 from infra.settings import RunSettings
 from objective import Objective
+from packing import pack
 from records.forms import understand_record
 from trainer import Trainer
 
@@ -79,7 +81,10 @@ class WithNext(Trainer):
         for example, message in zip(micro.examples, micro.extra("next")):
             asked = example.asked | {"prompt": with_next(example.asked["prompt"], message)}
             prompts.append(prompt_ids(self.run.tokenizer, asked))
-        self.run.objective.logps_with_next = self.score_under(micro, prompts)
+        completions = [example.completions for example in micro.examples]
+        packed = pack(prompts, completions, micro.step.longest).to(self.run.fabric.device)
+        with torch.no_grad():
+            self.run.objective.logps_with_next = self.forward(packed).logps
         return super().micro_batch_loss(micro, *rest)
 
 
