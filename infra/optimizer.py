@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from lightning.fabric import Fabric
 
-from infra.console import say
 from infra.settings import Optim, RunSettings, refuse_unless
 
 
@@ -92,17 +91,13 @@ def iteration_plans(cfg: RunSettings, sizes: list[int]) -> list[Plan]:
 
 
 def check_iterations(cfg: RunSettings, sizes: list[int]) -> None:
-    """Refuse iterations of these sizes that are too small, or too few for max_steps; say which one max_steps ends.
-    Raises BadInput."""
+    """Refuse iterations of these sizes that are too small, or too few for max_steps. Raises BadInput."""
     n_steps = sum(cfg.epochs * steps_per_epoch(cfg, n) for n in sizes)
     refuse_unless(
         (cfg.max_steps or 0) <= n_steps,
         f"max_steps: {cfg.max_steps}, but the iterations have {n_steps} steps, and max_steps can only end them early: "
         "give more iterations or epochs",
     )
-    begun = sum(plan.begin < plan.end for plan in iteration_plans(cfg, sizes))
-    if begun < len(sizes):
-        say(f"max_steps: {cfg.max_steps} steps end in iteration {begun} of {len(sizes)}")
 
 
 # ---- the learning rate --------------------------------------------------------------------------

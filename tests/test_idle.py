@@ -166,7 +166,7 @@ OF_STEPS = [
     ("kto", "rated", "--optim.warmup=9", "the warmup of 9 steps is longer than the run"),
     ("kto", "rated", "--epochs=9 --max_steps=2", "2 steps of 2 examples, by max_steps, not by epochs"),
     ("kto", "rated", "--max_steps=9", "9 steps of 2 examples, by max_steps, not by epochs"),
-    ("spin", "demos", "--spin.max_iterations=3 --max_steps=5", "max_steps: 5 steps end in iteration 2 of 3"),
+    ("spin", "demos", "--spin.max_iterations=3 --max_steps=5", "5 steps of 2 examples, by max_steps, not by epochs"),
     ("spin", "demos", "--spin.mix=0.1 --max_steps=1", "no effect: spin.mix: less than one of 8 answers"),
     ("kto", "rated", "--epochs=2 --keep_best=auc --data.val={}/up.jsonl",
      "keep_best: auc: no row of val.csv has a value: there is no best"),
