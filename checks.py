@@ -1,9 +1,8 @@
 """Checks that refuse a mistake before it can do harm, with the messages. The checks are called in setup (run.py)
-and in the loop (trainer.py), sampling_faults by generate.py and the page for thumbs, too."""
+and in the loop (trainer.py)."""
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
@@ -176,27 +175,12 @@ def check_sampling(cfg: RunSettings, mismatched_pairs: bool) -> None:
     samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
     longest = cfg.data.max_completion
     for name, args in samplers.items():
-        faults += sampling_faults(args, f"{name}.")
         if name != "eval" and mismatched_pairs and (args.max_new_tokens or 0) > longest:
             faults.append(
                 f"{name}.max_new_tokens: {args.max_new_tokens}: more than data.max_completion, {longest}, and "
                 "these answers become completions"
             )
     refuse(faults)
-
-
-def sampling_faults(args: Sampling, prefix: str = "") -> list[str]:
-    """The faults in settings of sampling."""
-    faults = []
-    if "" in args.stop:
-        faults.append(f"{prefix}stop: an empty text would end each answer after its first token")
-    escaped = [text for text in args.stop if re.search(r"\\[nrt]", text)]
-    if escaped:
-        faults.append(
-            f"{prefix}stop: {escaped[0]}: a backslash and a letter, not a line break: in double quotes, "
-            'as in ["\\n"], it is one'
-        )
-    return faults
 
 
 def check_new_reference(cfg: RunSettings, has_reference: bool, share: float) -> None:

@@ -20,7 +20,6 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
-from checks import sampling_faults
 from infra.console import progress, run_cli, say
 from infra.devices import multiplies_bfloat16, prepare_machine
 from infra.files import as_lines, write_whole
@@ -210,17 +209,16 @@ def answer_file(model: AskedModel, args: Ask, out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
-    faults = sampling_faults(args)
-    if args.prompt and args.prompts:
-        faults.append("prompts: not with --prompt")
     for_files = "out extra num_generations batch_size"
-    faults += idle_settings(
+    faults = idle_settings(
         args,
         [
             (not args.prompts, for_files, "only with --prompts"),
             (args.temperature == 0, "top_p seed num_generations", GREEDY),
         ],
     )
+    if args.prompt and args.prompts:
+        faults.append("prompts: not with --prompt")
     out = Path(args.out).expanduser()
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")

@@ -192,6 +192,12 @@ class Sampling:
     """Prompts answered together on a device. Their keys and values may have an eighth of a GPU's memory (8 GB on a
     CPU); prompts that do not fit are answered afterwards."""
 
+    def __post_init__(self) -> None:
+        refuse_unless(
+            "" not in self.stop,
+            f"stop: {self.stop}: an empty text would end each answer after its first token",
+        )
+
 
 @dataclass(frozen=True)
 class Eval(Sampling):

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from checks import sampling_faults
 from generate import AskedModel, read_prompts
 from infra.console import run_cli, say
 from infra.parse import parse_command
@@ -51,8 +50,7 @@ class RateSettings(Sampling):
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(RateSettings, __doc__, sys.argv[1:] if argv is None else argv)
-    faults = sampling_faults(args)
-    faults += idle_settings(args, [(args.temperature == 0, "top_p", GREEDY)])
+    faults = idle_settings(args, [(args.temperature == 0, "top_p", GREEDY)])
     file = Path(args.ratings).expanduser()
     if file.suffix != ".jsonl" or not file.absolute().parent.is_dir():
         faults.append(f"ratings: {file}: expected a .jsonl file in a folder that exists")

@@ -302,16 +302,12 @@ def test_a_mended_engine_is_asked_for_the_rest_and_answers_by_other_settings_are
 LONG = "--online.max_new_tokens=120"  # with a prompt of 21 tokens beyond the context of 128
 
 
-def test_limits_that_would_only_meet_later_are_refused_together_before_the_first_token(
+def test_a_limit_that_would_only_be_met_later_is_refused_before_the_first_token(
     tiny, prompts, tmp_path
 ):
-    argv = (LONG, '--eval.stop=["."," "]', '--online.stop=["x",""]')
-    with pytest.raises(BadInput) as refused:
-        go(tiny, prompts, tmp_path, *argv)
-    assert str(refused.value).split("\n") == [
-        "online.stop: an empty text would end each answer after its first token",
-        "online.max_new_tokens: 120: more than data.max_completion, 12, and these answers become completions",
-    ]
+    said = "online.max_new_tokens: 120: more than data.max_completion, 12, and these answers become completions"
+    with pytest.raises(BadInput, match=f"^{said}$"):
+        go(tiny, prompts, tmp_path, LONG, '--eval.stop=["."," "]')
     assert not list(tmp_path.iterdir()), "nothing was sampled, and there is no folder"
 
 
