@@ -351,7 +351,6 @@ def hash_inputs(
     """Hashes of the run's inputs by name, without those of weights. Refuses processes that have
     read different files."""
     contents = (tokenizer.template or "").encode() + b"".join(map(Path.read_bytes, source.files))
-    contents += b"".join(b"%d" % i for i in tokenizer.stops_of_template)
     hashes = {
         "records": examples_hash(examples),
         "config, tokenizer or chat template": hashlib.sha256(contents).hexdigest(),
