@@ -58,7 +58,7 @@ def sign_of_entropy(first: list[Row], recent: list[Row]) -> str | None:
     if mean(recent, "rewards/chosen") < 0 and mean(recent, "rewards/rejected") < 0:
         return (
             f"{rises}, and both chosen and rejected answers become less probable: try a smaller optim.lr, kto.balance "
-            "if one label is rare, or dpo.sft_loss_weight; check that the labels are not turned round"
+            "if one label is rare, or dpo.sft_loss_weight; check that the labels are not flipped"
         )
     kl = mean(recent, "kl")
     if kl > 1:
