@@ -199,7 +199,9 @@ def unknown_name(name: str, known: Mapping[str, object]) -> str:
     similar = difflib.get_close_matches(name.split(".")[-1], names, n=1, cutoff=0.7)
     if similar:
         return f"{name}: no such setting; did you mean {names[similar[0]]}?"
-    return f"{name}: no such setting"
+    # data.columns and others are now options of convert
+    advice = "; python -m convert reads foreign data" if name.startswith("data.") else ""
+    return f"{name}: no such setting{advice}"
 
 
 def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:

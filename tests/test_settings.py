@@ -127,6 +127,8 @@ WRONG = {  # option -> what is said
     "--eval.stop=x": "eval.stop: expected list, got x",
     "--strategy=x": "strategy: expected auto or ddp or fsdp, got x",
     "--kto=x": "kto: no such setting",
+    # an old command is told where its settings went
+    "--data.columns=x": "data.columns: no such setting; python -m convert reads foreign data",
     "--optim.lr": "optim.lr: expected one value, got none",
     "--optim.lr 1 2": "optim.lr: expected one value, got 1 2",
     "mine.jsonl": "mine.jsonl: no such setting",
