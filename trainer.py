@@ -158,18 +158,15 @@ class Trainer:
         for i, micro in enumerate(self.on_device(micro_batches)):
             with self.gradient_sync(is_last=i == len(step.parts) - 1):
                 packed = micro.packed
-                if self.run.objective.top_k:  # score the reference's most probable tokens, too
+                if self.run.objective.top_k:  # targets: (T, 1 + k), with the reference's tokens
                     packed = packed._replace(target_T=all_ref_scores[i].targets)
                 scores = self.forward(packed)
                 self.loss_and_backward(micro, scores, all_ref_scores[i].logps, z, columns_G)
         return self.columns_of_all_ranks(columns_G), z
 
     def policy_forward_first(self, step: Step, micro: MicroBatch) -> tuple[Columns, Z]:
-        """The policy's forward of the only micro-batch, then z, which reuses the prompts of the forward, then loss and
-        backward.
-
-        Between the policy's forward and its backward there are other forwards. They do not disturb DDP and FSDP2,
-        because they have no gradient."""
+        """The policy's forward of the only micro-batch; then z, by passes that reuse the forward's prompts; then loss
+        and backward. The passes for z have no gradient, so they do not disturb DDP and FSDP2."""
         micro = micro.to(self.run.fabric.device)
         scores = self.forward(micro.packed, keeps_prompts=True)
         mismatched_logratio_G = step.zeros()
