@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -36,11 +37,19 @@ import docstring_parser  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import infra.program  # noqa: E402
+
 # One thread for each process that the tests start: more threads than cores would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 # The sentences under the fields of settings are the same each time: parsing them again takes half of reading settings.
 docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
+# A run parses the files of its program, which are the same, too.
+imported_names = infra.program.imported_names
+names_in = functools.cache(lambda file, content: list(imported_names(file)))
+infra.program.imported_names = lambda file: names_in(file, file.read_bytes())
+# It asks for the same file, and does not wait for the disk: no test pulls the plug.
+os.fsync = os.fstat
 ROOT = Path(__file__).parent.parent
 PARITY = Path(__file__).parent / "parity"
 
@@ -53,22 +62,31 @@ def frozen():
     gc.freeze()
 
 
+def recorded_model(tmp_path_factory, name: str) -> Path:
+    """A folder with a model of parity/ and its tokenizer."""
+    folder = shutil.copytree(PARITY / name, tmp_path_factory.mktemp(name) / name)
+    return shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A Hugging Face folder: GPT-2, 2 layers x 32, vocabulary 512, context 128, EOS 0, no BOS."""
-    folder = tmp_path_factory.mktemp("tiny")
-    for source in (PARITY / "policy", PARITY / "tokenizer"):
-        shutil.copytree(source, folder, dirs_exist_ok=True)
+    return recorded_model(tmp_path_factory, "policy")
+
+
+@pytest.fixture(scope="session")
+def chatty(tiny, tmp_path_factory) -> Path:
+    """The same with a chat template."""
+    folder = shutil.copytree(tiny, tmp_path_factory.mktemp("chatty") / "model")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
 @pytest.fixture(scope="session")
 def parity_ref(tmp_path_factory) -> Path:
     """The model that `tiny` was made of by a little noise; the same tokenizer."""
-    folder = tmp_path_factory.mktemp("parity_ref")
-    for source in (PARITY / "ref", PARITY / "tokenizer"):
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-    return folder
+    return recorded_model(tmp_path_factory, "ref")
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +96,6 @@ def llama(tmp_path_factory) -> Path:
     from tiny_models import made
 
     folder = tmp_path_factory.mktemp("llama")
-    shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=2, max_position_embeddings=128, vocab_size=512)
     made(transformers.LlamaConfig(**sizes), folder)
@@ -221,10 +238,9 @@ def pairs() -> Path:
 @pytest.fixture(scope="session")
 def demos(tmp_path_factory) -> Path:
     """A file of 8 demonstrations."""
-    records = map(json.loads, (PARITY / "kto_data.jsonl").read_text().splitlines())
-    records = [{k: r[k] for k in ("prompt", "completion")} for r in records]
+    ratings = (PARITY / "kto_data.jsonl").read_text()
     file = tmp_path_factory.mktemp("demos") / "demos.jsonl"
-    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    file.write_text(re.sub(', "label": (true|false)', "", ratings))
     return file
 
 
@@ -257,6 +273,13 @@ def make_thread_pool() -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
+@functools.cache
+def prepare_forks() -> None:
+    """Once, before all forks: what the programs import, and the names in their files."""
+    for name in ("kto", "spin", "online"):
+        infra.program.program_hash(Path(import_module(name).__file__))
+
+
 class Started:
     """A program in a process of its own. It is forked, so that it need not import anything again.
 
@@ -264,8 +287,7 @@ class Started:
     the process before the program. env: environment variables."""
 
     def __init__(self, folder: Path, program: str, argv, first=None, **env):
-        for name in ("kto", "spin", "online"):
-            import_module(name)  # once, before all forks
+        prepare_forks()
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / f"{name}-{env.get('RANK', 0)}" for name in ("stdout", "stderr")]
         self.pid = os.fork()
@@ -416,6 +438,16 @@ def train(tiny, data, out: Path, *argv: str, program: str = "kto", **handed) -> 
     return result(out)
 
 
+def refused(match: str, f, *args, **options) -> str:
+    """Check that f(*args, **options) raises BadInput with one short line that matches. -> the line"""
+    from infra.console import BadInput
+
+    with pytest.raises(BadInput, match=match) as e:
+        f(*args, **options)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 600, e.value
+    return str(e.value)
+
+
 def rows_of(file: Path) -> list[dict[str, str]]:
     """The rows of metrics.csv or val.csv."""
     with open(file, newline="") as f:
@@ -430,6 +462,23 @@ def result(out: Path) -> dict:
     rows = [{k: float(v) if v else None for k, v in row.items()} for row in found]
     final = out / "final" / "model.safetensors"
     return {"rows": rows, "weights": load_file(final) if final.exists() else None}
+
+
+def of_iteration(out: Path, i: int, kind: str = "answers") -> list[dict]:
+    """The lines of an iteration of a run: its answers, or what it has rated."""
+    from infra.files import read_lines
+
+    return read_lines(out / "iterations" / f"{kind}-{i}.jsonl")
+
+
+def learned(out: Path, i: int) -> list[dict]:
+    """The examples that an iteration learned from."""
+    return [row["example"] for row in of_iteration(out, i, "rated")]
+
+
+def evaluated(out: Path, name: str) -> dict:
+    """A file of a run's folder eval/."""
+    return json.loads((out / "eval" / f"{name}.json").read_text())
 
 
 # columns of metrics.csv that depend on the machine

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import train
-from tokens import write
+from conftest import of_iteration, train
+from tokens import user, write
 
 import generate
 import rollout
@@ -61,7 +61,7 @@ def trained(model: Path, file: Path, **settings) -> list:
 
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "tells", "parameters": {}}}
-QUESTION = [{"role": "user", "content": "one"}]
+QUESTION = [user("one")]
 PROMPTS = [
     {"prompt": "one"},
     {"prompt": "one", "tools": [TOOL]},
@@ -132,9 +132,7 @@ def test_online_iterations_write_records_that_kto_learns_from(model, sampled, tm
     train(model, prompts, tmp_path / "run", *argv, program="online", checker=checker)
     whole = {answer.fields["solution"] for answer in seen}
     assert whole == {2, 2**60 + 1, 2**62 + 1} and {type(x) for x in whole} == {int}
-    answered, rated = (
-        read_lines(tmp_path / f"run/iterations/{x}-1.jsonl") for x in ("answers", "rated")
-    )
+    answered, rated = (of_iteration(tmp_path / "run", 1, kind) for kind in ("answers", "rated"))
     assert len(answered) == len(PROMPTS) - 1, "equal but for the answer"
     for name, rows in (("a", [x | {"label": True} for x in answered]), ("r", rated)):
         examples, _ = trained(model, write(tmp_path / f"{name}.jsonl", *rows), **OTHERWISE)

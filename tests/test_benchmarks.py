@@ -22,8 +22,7 @@ def test_a_step_and_a_cell_are_measured_in_the_program_itself(tmp_path, monkeypa
     monkeypatch.setattr(vs_trl, "SIZES", {"tiny": (1, 8, 1, 50)})
     monkeypatch.setattr(vs_trl, "STEPS", {"tiny": 1})
     monkeypatch.setattr(vs_trl, "PAIRS", {"tiny": 1})
-    tree = str(vs_trl.HERE.parent)
-    row = vs_trl.run_cell(["dpo", "tiny", "400/60", "fp32"], f"{tree}/.")
+    row = vs_trl.run_cell(["dpo", "tiny", "400/60", "fp32"], f"{vs_trl.HERE.parent}/.")
     assert row["loss_off"] < 1e-6 and row["ratio"] > 0 and min(row["peak_gib"]) > 0
     vs_trl.print_result(row)
     assert "| dpo tiny 400/60 fp32 | " in capsys.readouterr().out

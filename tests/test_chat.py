@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import tokens
 from chat_records import CALLS, LONG, RECORDS, RESULT, THOUGHT, TOOLS, bot, user
-from conftest import start, train
+from conftest import refused, start, train
 from tokens import ids_of, rated, write
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import preview
 from infra.console import BadInput
-from infra.settings import Data
 from models.hub import Source
-from records.examples import Example, load_examples
+from records.examples import Example
 from records.forms import Record, understand_record
 from records.tokenizer import Tokenizer, template_kwargs
 
@@ -38,9 +37,8 @@ def load(tmp_path):
     """load(records, tokenizer) -> their examples and counts, by a file."""
 
     def load(records, t: Tokenizer, **settings) -> tuple[list[Example], Counter]:
-        source = write(tmp_path / "d.jsonl", *records)
-        data = Data(source, max_prompt=4096, max_completion=4096, **settings)
-        return load_examples(source, t, "rated", data)
+        file = write(tmp_path / "d.jsonl", *records)
+        return tokens.load(file, t, max_prompt=4096, max_completion=4096, **settings)
 
     return load
 
@@ -66,6 +64,13 @@ def model(real, tiny, tmp_path):
         return folder
 
     return model
+
+
+@pytest.fixture
+def base(tiny, tmp_path):
+    """A base model, whose EOS is another token than that of the template which it is tuned with."""
+    folder = shutil.copytree(tiny, tmp_path / "base")
+    return tokens.folder(folder, tokens.IM, chat_template=tokens.CHATML)
 
 
 @pytest.fixture
@@ -103,8 +108,7 @@ def test_the_ids_are_those_of_trl_and_of_transformers(real, ids, name):
                     else "chat template"
                 )
                 what = "does not begin with the rendered prompt" if cut else what
-                with pytest.raises(BadInput, match=what):
-                    ids(record, t)
+                refused(what, ids, record, t)
                 continue
             head, behind = ids(record, t)
             assert (head, behind) == (theirs["prompt"], theirs["completion"]), (kind, record)
@@ -165,8 +169,7 @@ def test_what_the_template_writes_before_an_answer_is_said_and_may_be_moved_into
     in_record = record | {"chat_template_kwargs": {"enable_thinking": False}}
     by_record = shown(write(tmp_path / "e.jsonl", in_record), "--model", folder)
     assert off.splitlines()[-4:] == by_record.splitlines()[-4:], "the same ids"
-    with pytest.raises(BadInput, match="^chat_template_kwargs: thinking: expected name=value"):
-        template_kwargs("thinking")
+    refused("^chat_template_kwargs: thinking: expected name=value", template_kwargs, "thinking")
 
 
 @pytest.mark.parametrize(
@@ -188,8 +191,8 @@ def test_a_chat_template_gets_truth_values_and_numbers_as_such_and_all_else_as_t
 def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(real, ids):
     """Thumbs of a product have answers alone; R1's and QwQ's templates open a thinking before them."""
     t = Tokenizer(Source(real("r1-distill")))
-    with pytest.raises(BadInput, match="instead of '<think>.n'; the prompt opens a thinking.*data"):
-        ids({"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
+    match = "instead of '<think>.n'; the prompt opens a thinking.*data"
+    refused(match, ids, {"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
     sampled = {"prompt": [user("2 + 2?")], "completion": [bot("Hm</think>4")], "cut": False}
     head, behind = (t.decode(x, special_tokens=True) for x in ids(sampled, t))
     assert head.endswith("<think>\n") and behind == "Hm</think>4" + tokens.EOS_SEEK
@@ -243,8 +246,7 @@ def test_arguments_as_a_text_of_json_are_written_as_those_of_an_object(real, ids
     for arguments in (CALLS[0]["function"]["arguments"], text, text[:-2]):
         call = CALLS[0] | {"function": CALLS[0]["function"] | {"arguments": arguments}}
         if arguments == text[:-2]:
-            with pytest.raises(BadInput, match=":1: tool_calls: "):
-                ids(tool_record([call], rated_call), t)
+            refused(":1: tool_calls: ", ids, tool_record([call], rated_call), t)
         else:
             assert sum(ids(tool_record([call], rated_call), t), []) == theirs
 
@@ -270,8 +272,6 @@ REASONED = bot("Yes.", reasoning_content="Hm, so.")
 LEFT_OUT = [
     ([{"role": "developer", "content": "In Basque."}, user("p")], bot("c"),
      "developer: .* its content: 'In Basque.'", ["phi-3", "qwen2.5", "qwen3", "zephyr"]),
-    ([user("p"), {"role": "function", "content": "21 C"}], bot("c"),
-     "function: .* its content: '21 C'", ["phi-3", "qwen2.5", "qwen3", "zephyr"]),
     # its text stands within another one
     ([user("p"), {"role": "tool", "content": "Yes"}, user("Yes?")], bot("c"),
      "tool: .* its content: 'Yes'", ["phi-3", "zephyr"]),
@@ -296,8 +296,7 @@ def test_a_text_that_the_template_leaves_out_is_refused_or_dropped(
     records = [whole, rated(prompt, [answer], False), whole]
     for name in names:
         t = Tokenizer(Source(real(name)))
-        with pytest.raises(BadInput, match=rf"^[^\n]*d.jsonl:2: {words} \(data.left_out\)$"):
-            load(records, t)
+        refused(rf"^[^\n]*d.jsonl:2: {words} \(data.left_out\)$", load, records, t)
         examples, counts = load(records, t, left_out="drop")
         assert [e.where[-2:] for e in examples] == [":1", ":3"]
         assert counts["dropped by data.left_out"] == 1
@@ -306,17 +305,15 @@ def test_a_text_that_the_template_leaves_out_is_refused_or_dropped(
 def test_a_text_that_the_template_writes_twice_is_refused(tmp_path):
     twice = tokens.CHATML + "{{ messages[0].content }}"
     t = Tokenizer(Source(tokens.folder(tmp_path / "t", chat_template=twice)))
-    with pytest.raises(BadInput, match="user: the chat template writes more than once its content"):
-        t.render(Record([user("p")], []))
+    match = "user: the chat template writes more than once its content"
+    refused(match, t.render, Record([user("p")], []))
 
 
 # ---- where an answer ends ------------------------------------------------------------------------
 
 
-def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
-    """A base model, whose EOS is another one; a template whose marks the tokenizer does not have."""
-    base = shutil.copytree(tiny, tmp_path / "base")
-    tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
+def test_sampling_ends_where_the_template_ends_an_answer(base, tmp_path, shown):
+    """Also of a template whose marks the tokenizer does not have."""
     source = write(tmp_path / "d.jsonl", rated([user("p")], [bot("c")]))
     said = "sampling ends at <|im_end|>, too: the chat template ends an answer in it, not in"
     assert shown(source, "--model", base).startswith(said)
@@ -336,10 +333,7 @@ def test_sampling_ends_where_the_template_ends_an_answer(tiny, tmp_path, shown):
         assert line in shown(source, "--model", base)
 
 
-def test_an_export_ends_an_answer_where_the_template_does(tiny, tmp_path):
-    """A base model, whose EOS is another token than that of the template which it is tuned with."""
-    base = shutil.copytree(tiny, tmp_path / "base")
-    tokens.folder(base, ("<|im_start|>", "<|im_end|>"), chat_template=tokens.CHATML)
+def test_an_export_ends_an_answer_where_the_template_does(base, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(520, mean_resizing=False)
     model.save_pretrained(base)

@@ -1,7 +1,6 @@
 """A run's folder: whose it is, what a resume compares, and which checkpoints stay."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,9 @@ from conftest import (
     PARITY,
     assert_same,
     checkpoint_tensors,
+    evaluated,
     ranks,
+    refused,
     result,
     rows_of,
     start,
@@ -27,17 +28,13 @@ from tiny_models import gpt2_from_hf
 
 from checks import check_tokens
 from infra import checkpoint
-from infra.checkpoint import checkpoints_by_step
+from infra.checkpoint import checkpoint_folder, checkpoints_by_step
 from infra.console import BadInput, Failed, program_file
 from records.examples import Example
 
 RUN = ("--batch_size=7", "--max_steps=9", "--optim.lr=1e-3", "--save_interval=2",
        "--micro_batch_size=4", "--precision=32-true", "--keep_last=9")  # fmt: skip
 VAL = f"--data.val={PARITY}/kto_data.jsonl"
-
-
-def step(out: Path, n: int) -> Path:
-    return out / "checkpoints" / f"step-{n:08d}"
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +56,12 @@ def done(finished, tmp_path):
 def test_a_folder_that_holds_a_run_is_refused_before_any_data_is_read(done, tiny, tmp_path):
     out, _ = done
     nowhere = tmp_path / "no-such-file.jsonl"
-    with pytest.raises(BadInput, match=f"^out_dir: {out} holds a run already"):
-        train(tiny, nowhere, out, *RUN)
-    with pytest.raises(BadInput, match="no-such-file"):
-        train(tiny, nowhere, tmp_path / "new", *RUN)
+    refused(f"^out_dir: {out} holds a run already", train, tiny, nowhere, out, *RUN)
+    refused("no-such-file", train, tiny, nowhere, tmp_path / "new", *RUN)
     assert not (tmp_path / "new").exists(), "and a refused run leaves no folder"
     for gone in ("metrics.csv", "checkpoints"):  # killed before its first row or checkpoint
         aside = (out / gone).rename(out / "aside")
-        with pytest.raises(BadInput, match=f"^out_dir: {out} holds a run already"):
-            train(tiny, nowhere, out, *RUN)
+        refused(f"^out_dir: {out} holds a run already", train, tiny, nowhere, out, *RUN)
         aside.rename(out / gone)
 
 
@@ -75,11 +69,11 @@ def test_a_folder_with_another_run_or_of_another_program_is_refused(
     done, tiny, ratings, pairs, tmp_path
 ):
     out, _ = done
-    other = step(tmp_path / "other", 8)
-    with pytest.raises(BadInput, match=f"^resume: {other}: no checkpoint of the run in {out}$"):
-        train(tiny, ratings, out, *RUN, f"--resume={other}")
-    with pytest.raises(BadInput, match="^program: the run is one of kto.py, and this is dpo.py$"):
-        train(tiny, pairs, out, *RUN, "--resume=auto", "--batch_size=4", program="dpo")
+    other = checkpoint_folder(tmp_path / "other", 8)
+    match = f"^resume: {other}: no checkpoint of the run in {out}$"
+    refused(match, train, tiny, ratings, out, *RUN, f"--resume={other}")
+    match = "^program: the run is one of kto.py, and this is dpo.py$"
+    refused(match, train, tiny, pairs, out, *RUN, "--resume=auto", "--batch_size=4", program="dpo")
 
 
 def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
@@ -104,8 +98,7 @@ def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
 def test_a_cell_of_a_notebook_is_told_how_to_start_a_program(monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with pytest.raises(BadInput, match="^no file was started, .*: use !python kto.py"):
-        program_file()
+    refused("^no file was started, .*: use !python kto.py", program_file)
 
 
 def test_a_resume_refuses_by_name_what_would_make_it_another_run(done, tiny, ratings):
@@ -169,8 +162,10 @@ def test_a_resume_that_finds_something_changed_is_refused_and_changes_nothing(
     before = {p: p.read_bytes() for p in files}
 
     def work(rank):
-        with pytest.raises(BadInput, match=f"^{name}: not what this run began with"):
-            start("kto", [*words_of(own), f"--resume={step(own / 'run', 1)}"])
+        match = f"^{name}: not what this run began with"
+        refused(
+            match, start, "kto", [*words_of(own), f"--resume={checkpoint_folder(own / 'run', 1)}"]
+        )
 
     ranks(n, work)
     assert all(p.read_bytes() == content for p, content in before.items())
@@ -192,8 +187,9 @@ def test_processes_that_have_read_other_records_refuse_to_start(tiny, ratings, t
     other.write_text("\n".join(ratings.read_text().splitlines()[::-1]))
 
     def work(rank):
-        with pytest.raises(BadInput, match="^data: the processes have read different files"):
-            train(tiny, [ratings, other][rank], tmp_path / "run", *RUN, "--strategy=ddp")
+        match = "^data: the processes have read different files"
+        file = [ratings, other][rank]
+        refused(match, train, tiny, file, tmp_path / "run", *RUN, "--strategy=ddp")
 
     ranks(2, work)
     assert not (tmp_path / "run").exists()
@@ -204,13 +200,15 @@ def test_processes_that_have_read_other_records_refuse_to_start(tiny, ratings, t
 
 def test_a_resume_from_an_older_checkpoint_puts_the_newer_ones_aside(done, tiny, ratings, capsys):
     out, run = done
-    copy = shutil.copytree(step(out, 8), out / "checkpoints" / "step-00000008-backup")
-    assert_same(train(tiny, ratings, out, *RUN, f"--resume={step(out, 4)}"), run)
+    copy = shutil.copytree(checkpoint_folder(out, 8), out / "checkpoints" / "step-00000008-backup")
+    assert_same(train(tiny, ratings, out, *RUN, f"--resume={checkpoint_folder(out, 4)}"), run)
     assert list(checkpoints_by_step(out)) == [2, 4, 6, 8, 9]
     assert (copy / "state.json").exists(), "a user's copy is left alone"
     assert (out / "checkpoints" / "abandoned-step-00000006").is_dir()
     train(tiny, ratings, out, *RUN, "--resume=auto")
-    assert f"resumed from {step(out, 9)}\n" in capsys.readouterr().out, "the newest one"
+    assert f"resumed from {checkpoint_folder(out, 9)}\n" in capsys.readouterr().out, (
+        "the newest one"
+    )
 
 
 def test_a_run_that_was_moved_or_copied_continues_where_its_settings_file_lies(
@@ -218,7 +216,7 @@ def test_a_run_that_was_moved_or_copied_continues_where_its_settings_file_lies(
 ):
     """The file names the old folder: there the original would continue, or a new run begin."""
     out, run = done  # the fixture has copied it
-    train(tiny, ratings, out, *RUN, f"--resume={step(out, 4)}", "--stop_at=4")
+    train(tiny, ratings, out, *RUN, f"--resume={checkpoint_folder(out, 4)}", "--stop_at=4")
     before = sorted(out.rglob("*"))
     copied = shutil.copytree(out, tmp_path / "copy")
     link = tmp_path / "link"
@@ -242,7 +240,7 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     )
     last = "--stop_at=9"  # the last step, so it is an end and no stop
     train(tiny, ratings, out, *RUN, "--save_interval=1", *argv, last)
-    for folder in (step(out, 8), out / "final"):
+    for folder in (checkpoint_folder(out, 8), out / "final"):
         files = {str(folder.with_name(f".{folder.name}.tmp") / p.name) for p in folder.iterdir()}
         assert files <= synced, "on the disk before the folder has its name"
     kl = {int(row["step"]): float(row["kl"]) for row in rows_of(out / "val.csv")[1:]}
@@ -250,12 +248,12 @@ def test_keep_last_and_keep_best_decide_what_stays_and_the_test_split_sees_both(
     assert best < 7, "else keep_last keeps it, or one that keeps three would do"
     assert list(checkpoints_by_step(out)) == sorted({best, 8, 9})
     assert len(list((out / "checkpoints").iterdir())) == 3, "the others are off the disk"
-    scores = json.loads((out / "eval" / "test.json").read_text())
+    scores = evaluated(out, "test")
     assert scores["final"]["loss"] != scores["best"]["loss"]
     for name, of_step in (("final", 9), ("best", best)):
         exported: dict = {}
         gpt2_from_hf(None, exported, load_file(out / name / "model.safetensors"))
-        weights = checkpoint_tensors(step(out, of_step), "weights")
+        weights = checkpoint_tensors(checkpoint_folder(out, of_step), "weights")
         assert all(torch.equal(exported[n], x) for n, x in weights.items())
 
 
@@ -288,7 +286,7 @@ def test_a_full_disk_while_saving_is_said_and_the_older_checkpoint_stays(
     stale = out / "checkpoints" / ".step-00000004.tmp" / "shard-00009.safetensors"
     stale.write_text("of the process that has ended")
     ranks(n, lambda rank: train(tiny, ratings, out, *argv, "--resume=auto") and None)
-    assert not (step(out, 4) / stale.name).exists()
+    assert not (checkpoint_folder(out, 4) / stale.name).exists()
     if n == 1:
         assert_same(result(out), finished[0])
 
@@ -307,5 +305,4 @@ def test_a_reference_without_some_ids_of_the_records_is_refused():
     example = Example(prompt=ids, completions=(ids,), label=True, where="a.jsonl:1")
     check_tokens([example], 71, "large")
     line = "^a.jsonl:1: token: id 70, but the embedding of small has 70 rows"
-    with pytest.raises(BadInput, match=line):
-        check_tokens([example], 70, "small")
+    refused(line, check_tokens, [example], 70, "small")

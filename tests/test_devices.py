@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, Started, assert_same, environments_of_ranks, ranks, result
+from conftest import ROOT, Started, assert_same, environments_of_ranks, ranks, refused, result
 
 import kto
-from infra.console import BadInput, rank
+from infra.console import rank
 from infra.devices import launch, resolve_devices, resolve_processes
 from infra.settings import Data
 
@@ -89,8 +89,7 @@ def test_a_process_is_one_of_those_that_a_launcher_started_or_starts_the_others(
 )  # fmt: skip
 def test_processes_that_would_be_other_runs_or_wait_for_ever_are_refused(given, said, environment):
     environment |= given
-    with pytest.raises(BadInput, match=f"^{re.escape(said)}"):
-        resolved(devices=2)
+    refused(f"^{re.escape(said)}", resolved, devices=2)
 
 
 def test_two_processes_of_srun_and_two_of_a_batch_script_that_starts_python_itself_are_one_run(
@@ -141,10 +140,8 @@ def test_rank_0_may_work_alone_for_hours_while_the_others_wait():
 def test_more_gpus_than_there_are_are_refused(monkeypatch):
     gpus(monkeypatch, (9, 0), (9, 0))
     assert resolved(accelerator="auto", devices=2)["accelerator"] == "gpu"
-    with pytest.raises(
-        BadInput, match="^accelerator: gpu, devices: 3, but this process sees 2 GPU"
-    ):
-        resolved(accelerator="auto", devices=3)
+    match = "^accelerator: gpu, devices: 3, but this process sees 2 GPU"
+    refused(match, resolved, accelerator="auto", devices=3)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +167,5 @@ def test_the_precision_that_is_not_given_is_what_the_machine_multiplies_and_is_s
     assert resolved(size, "auto", precision="64-true")["precision"] == "64-true"
     assert capsys.readouterr().out == f"{device}\n", "the precision was asked for"
     if capability == (7, 5):
-        with pytest.raises(BadInput, match="^precision: bf16-true: GPU number 0 .capability 7.5, "):
-            resolved(size, "gpu", precision="bf16-true")
+        match = "^precision: bf16-true: GPU number 0 .capability 7.5, "
+        refused(match, resolved, size, "gpu", precision="bf16-true")

@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from conftest import PARITY, ranks, train
@@ -18,17 +17,12 @@ from test_kto import (
     sigmoid,
 )
 from test_step import assert_equal, start
+from tokens import example
 
 import dpo
 from data import Step
-from records.examples import Example
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "dpo.json").read_text())}
-
-
-def pair(prompt, chosen, rejected, rewards=(None, None)):
-    prompt, *completions = (np.array(x, "int32") for x in (prompt, chosen, rejected))
-    return Example(prompt, tuple(completions), True, rewards, "x:1")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -36,7 +30,7 @@ def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_
     case = CASES[name]
     n = len(case["batch"]["input_ids"]) // 2  # the chosen rows, then the rejected ones
     ids = [recorded_ids(case["batch"], i) for i in range(2 * n)]
-    examples = [pair(*ids[i], ids[i + n][1]) for i in range(n)]
+    examples = [example(*ids[i], ids[i + n][1]) for i in range(n)]
     loss = {"sigmoid": "dpo"}.get(name, name)
     argv = (
         f"--dpo.loss={loss}",
@@ -89,10 +83,10 @@ def test_the_kl_forms_stay_finite_where_a_sigmoid_rounds_to_one(name):
     assert value[0].item() == pytest.approx(by_hand[name], rel=1e-5)
 
 
-def by_hand(rewards=(), weights=(1.0, 1.0), policy=POLICY, **args):
+def by_hand(rewards=(None, None), weights=(1.0, 1.0), policy=POLICY, **args):
     """Columns and metrics of two pairs in float64, of a policy and a reference that are tables."""
     torch.set_default_dtype(torch.float64)
-    examples = [pair([9], [0], [1, 1], *rewards), pair([9, 8], [2] * 3, [3] * 4)]
+    examples = [example([9], [0], [1, 1], rewards=rewards), example([9, 8], [2] * 3, [3] * 4)]
     examples = [e._replace(weight=w) for e, w in zip(examples, weights)]
     _, columns, row, _ = score(dpo.DPO(dpo.DPOSettings(**args)), policy, REF, Step(examples))
     return columns, row
@@ -126,7 +120,7 @@ def test_a_records_rewards_win_over_the_defaults():
     args = dict(
         loss="rpo_sq", beta=0.2, gt_reward_scale=2.0, chosen_reward=0.8, rejected_reward=-0.1
     )
-    columns, _ = by_hand(rewards=[(0.9, 0.2)], **args)
+    columns, _ = by_hand(rewards=(0.9, 0.2), **args)
     expected = [(0.2 * 1.5 - 2 * 0.7) ** 2, (0.2 * -2.7 - 2 * 0.9) ** 2]
     assert columns["preference_loss"].tolist() == pytest.approx(expected)
     _, row = by_hand(policy=REF, **args)  # equal models: h = 0

@@ -19,14 +19,14 @@ from conftest import (
     free_port,
     make_thread_pool,
     numbers,
+    of_iteration,
     ranks,
-    result,
-    start,
+    refused,
     train,
     until,
 )
 
-from infra.console import BadInput, Failed
+from infra.console import Failed
 from infra.files import read_lines
 from rollout import WithLogps
 from vllm_server import Settings, WithServer
@@ -65,24 +65,15 @@ def running(folder: Path, log: Path, port: int | None = None, fault: str = ""):
         os.waitpid(pid, 0)
 
 
-def arguments(tiny, data, out: Path, server: str, *argv: str) -> list[str]:
-    where = [f"--model={tiny}", f"--data.train={data}", f"--out_dir={out}"]
-    return [*where, *RUN, f"--engine.server={server}", *argv]
-
-
 def go(tiny, data, out: Path, server: str, *argv: str) -> dict:
-    argv = arguments(tiny, data, out, server, *argv)
-    start("online", argv, settings=Settings, trainer=WithServer, checker=even)
-    return result(out)
+    argv = (*RUN, f"--engine.server={server}", *argv)
+    handed = dict(settings=Settings, trainer=WithServer, checker=even)
+    return train(tiny, data, out, *argv, program="online", **handed)
 
 
 def asked(log: Path, path: str) -> list[dict]:
     """The bodies of the requests to this path."""
     return [body for at, body in read_lines(log) if at == path]
-
-
-def answers(out: Path, i: int) -> list[dict]:
-    return read_lines(out / "iterations" / f"answers-{i}.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +89,7 @@ def whole(tiny, demos, tmp_path_factory) -> dict:
 
 def test_a_server_answers_with_the_policy_of_each_iteration(whole):
     out = whole["out"]
-    one, two = (answers(out, i) for i in (1, 2))
+    one, two = (of_iteration(out, i) for i in (1, 2))
     assert one != two and [a["ids"] for a in one[::2]] != [a["ids"] for a in one[1::2]]
     seeds = [body["seed"] for body in asked(out.parent / "log", "/v1/completions")]
     assert len(set(seeds)) == len(seeds) == 32, "a seed is one request's"
@@ -117,8 +108,8 @@ def test_all_settings_of_sampling_and_all_ends_reach_the_server(tiny, demos, tmp
     expected = {"temperature": 0.7, "top_k": -1, "top_p": 0.9, "min_tokens": 0, "stop": ["e", "the"], "max_tokens": 6,
                 "repetition_penalty": 1.0, "stop_token_ids": [0, 7], "include_stop_str_in_output": True}  # fmt: skip
     assert {name: body[name] for name in expected} == expected
-    short = [a for a in answers(tmp_path / "run", 1) if len(a["ids"]) < 6]
-    assert short and all("e" not in a["completion"] for a in answers(tmp_path / "run", 1))
+    short = [a for a in of_iteration(tmp_path / "run", 1) if len(a["ids"]) < 6]
+    assert short and all("e" not in a["completion"] for a in of_iteration(tmp_path / "run", 1))
 
 
 def test_two_processes_with_a_sharded_policy_ask_once_and_measure_the_same(
@@ -153,7 +144,7 @@ def test_a_server_that_fails_is_one_line_and_a_mended_one_makes_it_the_same_run(
             go(tiny, demos, tmp_path / "run", server, "--engine.timeout=2")
     assert "\n" not in str(said.value)
     if fault == "dies":
-        assert len(answers(tmp_path / "run", 1)) == 5, "the first rollout batch stays"
+        assert len(of_iteration(tmp_path / "run", 1)) == 5, "the first rollout batch stays"
     if fault in ("dies", "loads nothing"):  # in the first iteration, and in the second
         with running(tiny, tmp_path / "log-3") as server:
             assert_same(go(tiny, demos, tmp_path / "run", server, "--resume=auto"), whole)
@@ -163,8 +154,9 @@ def test_a_server_that_fails_is_one_line_and_a_mended_one_makes_it_the_same_run(
 
 def test_the_command_that_starts_the_server_is_said_and_the_run_waits_for_it(tiny, demos, tmp_path):
     port = free_port()
-    argv = arguments(tiny, demos, tmp_path / "run", f"http://127.0.0.1:{port}")
-    argv += ["--eval.check=demo", "--online.max_iterations=1"]
+    argv = [f"--model={tiny}", f"--data.train={demos}", f"--out_dir={tmp_path / 'run'}", *RUN]
+    argv += [f"--engine.server=http://127.0.0.1:{port}", "--eval.check=demo"]
+    argv += ["--online.max_iterations=1"]
     child = Started(tmp_path, str(ROOT / "examples" / "vllm_server.py"), argv)
     stdout = tmp_path / "stdout-0"
     command = re.compile(
@@ -199,5 +191,5 @@ def test_log_probs_that_are_not_the_policys_are_refused_before_anything_is_writt
         assert not list((tmp_path / f"{i}").glob("iterations/answers*"))
     for wrong in ([[-1.0]] * 16, [[-1.0, None]] * 16):
         logps[:] = wrong
-        with pytest.raises(BadInput, match="^rollout: expected a log-prob for each token of each"):
-            train(tiny, demos, tmp_path / "other", *argv, **given)
+        match = "^rollout: expected a log-prob for each token of each"
+        refused(match, train, tiny, demos, tmp_path / "other", *argv, **given)

@@ -10,25 +10,26 @@ import pytest
 import torch
 import transformers
 from conftest import (
-    PARITY,
     checkpoint_tensors,
+    evaluated,
+    refused,
     rows_of,
     start,
     train,
 )
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     GQA,
+    load_peft,
     load_transformers,
     made,
     our_logits,
-    refused,
     same,
     their_logits,
     their_margin,
     write_sentences,
 )
+from tokens import edit_json
 
 from infra import checkpoint
 from models import load
@@ -61,11 +62,9 @@ def llama(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     hf = made(transformers.LlamaConfig(**GQA | dict(vocab_size=512)), folder)
     hf.bfloat16().save_pretrained(folder)
-    shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
+    own = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
     for file in ("config.json", "tokenizer_config.json"):
-        config = json.loads((folder / file).read_text())
-        about = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}}
-        (folder / file).write_text(json.dumps(config | about))
+        edit_json(folder / file, auto_map=own)
     (folder / "own.py").write_text("raise RuntimeError('this code must never be run')")
     return folder
 
@@ -193,7 +192,7 @@ def test_the_numbers_after_training_are_of_the_weights_in_memory(
     train(llama, rated, tmp_path, *argv, "--keep_best=accuracy", *more)
     said = capsys.readouterr().out
     assert is_rounded == ("`final` is another model than the measured one" in said)
-    tests = json.loads((tmp_path / "eval" / "test.json").read_text())
+    tests = evaluated(tmp_path, "test")
     validated = float(rows_of(tmp_path / "val.csv")[-1]["rewards/margins"])
     assert tests["final"]["rewards/margins"] == validated
     by_hand = pytest.approx(margin_of(tmp_path / "final", llama), rel=0.02, abs=1e-6)
@@ -215,8 +214,7 @@ def test_each_weight_keeps_the_type_of_its_file_and_what_is_frozen_its_bits(llam
     for file in {*file_of.values()}:
         part = {n: x for n, x in weights.items() if file_of[n] == file}
         save_file(part, source / file, {"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"dtype": "float16"}
-    (source / "config.json").write_text(json.dumps(config))
+    config = edit_json(source / "config.json", dtype="float16")
     argv = ("--batch_size=4", "--max_steps=2", "--optim.lr=1e-2")
     train(source, rated, tmp_path / "run", *argv, "--lora.rank=2", "--lora.targets=q_proj")
     final = tmp_path / "run" / "final"
@@ -234,14 +232,8 @@ def test_each_weight_keeps_the_type_of_its_file_and_what_is_frozen_its_bits(llam
 
 def peft_folder(lora: Path, out: Path, **changes) -> Path:
     shutil.copytree(lora / "final_adapter", out)
-    file = out / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    edit_json(out / "adapter_config.json", **changes)
     return out
-
-
-def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
-    """Logits of PEFT's model."""
-    return their_logits(PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval())
 
 
 def test_a_run_from_an_adapter_starts_as_its_model_and_ends_without_an_adapter(
@@ -273,7 +265,7 @@ def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
     trained = our_logits(tmp_path / "run" / "final")
     adapter = tmp_path / "run" / "final_adapter"
     assert not same(trained, our_logits(tiny), 1e-3)
-    assert same(peft_logits(tiny, adapter), trained, 1e-5)
+    assert same(their_logits(load_peft(tiny, adapter)), trained, 1e-5)
     config = json.loads((adapter / "adapter_config.json").read_text())
     ranks = {
         len(x) for n, x in load_file(adapter / "adapter_model.safetensors").items() if "_A" in n
@@ -285,11 +277,8 @@ def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
 def test_an_adapter_whose_base_is_missing_or_itself_is_refused_with_its_setting(lora, tmp_path):
     for i, base in enumerate((None, "", str(tmp_path / "peft2"))):
         folder = peft_folder(lora, tmp_path / f"peft{i}", base_model_name_or_path=base)
-        refused(
-            "adapter_config.json: base_model_name_or_path: .*: expected the folder",
-            our_logits,
-            folder,
-        )
+        match = "adapter_config.json: base_model_name_or_path: .*: expected the folder"
+        refused(match, our_logits, folder)
 
 
 def test_an_export_has_the_template_of_its_run_wherever_a_program_looks(llama, ratings, tmp_path):
@@ -298,9 +287,7 @@ def test_an_export_has_the_template_of_its_run_wherever_a_program_looks(llama, r
     shutil.copytree(llama, base)
     own = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     template.write_text(own, encoding="utf-8-sig")  # no mark of byte order comes out
-    file = base / "tokenizer_config.json"
-    config = json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}
-    file.write_text(json.dumps(config))
+    config = edit_json(base / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
     argv = (*STEPS, "--max_steps=1", *LORA)
     train(base, ratings, tmp_path / "run", *argv, f"--data.chat_template={template}")
     final = tmp_path / "run" / "final"

@@ -25,6 +25,7 @@ from conftest import (
     killed,
     numbers,
     ranks,
+    refused,
     result,
     rows_of,
     train,
@@ -124,12 +125,16 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
     name, tiny, ratings, pairs, tmp_path, places
 ):
     data = pairs if HANDED[name][0] is dpo else ratings
-    argv = (*COMMON, f"--data.val={data}", "--val_interval=3")
+    # eps: as in test_step.py, or a gradient of rounding moves a weight, and another token is sampled
+    argv = (*COMMON, "--optim.eps=1e-5", f"--data.val={data}", "--val_interval=3")
     whole = train_example(name, tiny, data, tmp_path / "whole", *argv)
     if name == "grpo":
         assert any(row["clipped"] for row in whole["rows"]), "or the clamp is not tested"
     elif HANDED[name][0] is online or name == "next_message":
-        assert len({row["loss"] for row in whole["rows"]}) > 3, "it learns from something"
+        at_least = (
+            3 if name == "online_dpo" else 4
+        )  # the loss of DPO begins at ln 2 in each iteration
+        assert len({row["loss"] for row in whole["rows"]}) >= at_least, "it learns from something"
     else:
         assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
     out = tmp_path / "run"
@@ -241,8 +246,8 @@ def test_an_objective_without_a_reference_loads_none_and_refuses_one(
 ):
     for setting in (f"--reference={tiny}", "--reference_cache=cache"):
         name = setting[2:].split("=")[0]
-        with pytest.raises(BadInput, match=f"^{name}: SimPO has no reference"):
-            train_example("simpo", tiny, pairs, tmp_path / "no", *COMMON, setting)
+        match = f"^{name}: SimPO has no reference"
+        refused(match, train_example, "simpo", tiny, pairs, tmp_path / "no", *COMMON, setting)
     monkeypatch.setattr("models.load.freeze", lambda *a: pytest.fail("a copy for a reference"))
     for kind in ("FrozenModel", "AdaptersOff"):
         monkeypatch.setattr(f"reference.{kind}.__init__", lambda *a: pytest.fail("a reference"))
@@ -347,8 +352,7 @@ OF_DPO = dpo.DPOSettings()
 )  # fmt: skip
 def test_an_attribute_that_would_have_no_effect_is_refused(base, args, own, fault):
     objective = type("Mine", (base,), own)(args)
-    with pytest.raises(BadInput, match=f"^Mine.{fault}"):
-        check_objective(objective)
+    refused(f"^Mine.{fault}", check_objective, objective)
 
 
 @pytest.mark.parametrize("base, args", [(kto.KTO, KNOWN), (dpo.DPO, OF_DPO)])
@@ -366,8 +370,7 @@ def test_an_attribute_of_a_fork_takes_the_place_of_the_setting(base, args):
 def test_parameters_that_nobody_trains_are_refused():
     objective = kto.KTO(KNOWN)
     objective.head = torch.nn.Linear(2, 1)
-    with pytest.raises(BadInput, match="KTO.head: .* make it in make_module"):
-        check_objective(objective)
+    refused("KTO.head: .* make it in make_module", check_objective, objective)
     objective.head.requires_grad_(False)
     check_objective(objective)
 
@@ -413,8 +416,7 @@ def sgd_of(*groups):
 
 def test_an_optimizer_that_leaves_out_weights_is_refused(tiny, ratings, tmp_path):
     fault = r"^optimizer: \d+ weights are in none .* would never change, \S+ first"
-    with pytest.raises(BadInput, match=fault):
-        train(tiny, ratings, tmp_path / "run", *COMMON, optimizer=sgd_of({}))
+    refused(fault, train, tiny, ratings, tmp_path / "run", *COMMON, optimizer=sgd_of({}))
 
 
 def test_an_example_has_the_same_number_in_each_epoch_and_after_a_resume(tiny, ratings, tmp_path):
@@ -591,8 +593,7 @@ def test_a_reference_that_cannot_move_is_refused_before_it_does(fault, tiny, rat
     share, setting = CANNOT_MOVE[fault]
     synced = type("Synced", (SyncedReference,), {"every": 1, "share": share})
     argv = (*COMMON, setting.format(out=tmp_path))
-    with pytest.raises(BadInput, match=f"^{fault}"):
-        train(tiny, ratings, tmp_path / "run", *argv, trainer=synced)
+    refused(f"^{fault}", train, tiny, ratings, tmp_path / "run", *argv, trainer=synced)
 
 
 def test_humanline_clips_each_tokens_log_ratio_and_its_gradient_by_hand():

@@ -12,16 +12,16 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import ranks
+from conftest import refused
 from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA, gpt_of, logits
+from tokens import user, write
 from torch import nn
 
 import generate
 import sampler
-from infra.console import BadInput
-from infra.files import as_lines, read_lines
+from infra.files import read_lines
 from infra.settings import Sampling
 from models import load
 from models.hub import Source
@@ -68,7 +68,6 @@ def answers(
     max_new=12,
     context=48,
     seed=3,
-    fabric=FABRIC,
     eos=EOS,
     tokenizer=None,
     **settings,
@@ -76,7 +75,7 @@ def answers(
     policy.max_seq_length = context
     args = Sampling(**settings)
     tokenizer = tokenizer or letters(eos)
-    return sampler.generate(fabric, policy, prompts, tokenizer, args, max_new, seed)
+    return sampler.generate(FABRIC, policy, prompts, tokenizer, args, max_new, seed)
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -100,11 +99,16 @@ def test_greedy_answers_are_the_argmax_of_whole_forwards(shape, tiny):
     assert answers(policy, prompts, eos=-2, temperature=0) == expected
     assert answers(policy, prompts, eos=-2, temperature=0, batch_size=2) == expected
     assert answers(policy, prompts, eos=-2, temperature=1.0, top_p=1e-9) == expected
-    # now rows end at different times, and the others go on from their slots
+    assert answers(policy, prompts, 1, eos=-2, temperature=0) == [e[:1] for e in expected]
+    assert answers(policy, []) == []
+    # now rows end at different times and leave, and the others go on from their slots
     eos = max(set(tokens), key=tokens.count)
     ended = [greedily(policy, p, 12, 48, eos) for p in prompts]
     assert len({len(e) for e in ended}) > 3
+    rows = []
+    policy.register_forward_pre_hook(lambda _, args: rows.append(len(args[0].last_B)))
     assert answers(policy, prompts, temperature=0, eos=eos) == ended
+    assert rows == [sum(len(e) > i for e in ended) for i in range(max(map(len, ended)))]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -158,21 +162,18 @@ def test_tokens_are_chosen_with_their_probability_and_top_p_cuts_the_tail(
 
 
 class Says(nn.Module):
-    """In place of a model: says the next number, or what these logits say. rows: of each forward."""
+    """In place of a model: the logits of each token are these."""
 
     def __init__(self, *logits):
         super().__init__()
-        self.logits_V, self.rows = torch.tensor(logits), []
-        self.config = SimpleNamespace(padded_vocab_size=len(logits) or 100)
+        self.logits_V = torch.tensor(logits)
+        self.config = SimpleNamespace(padded_vocab_size=len(logits))
 
     def cache_bytes(self, slots):
         return slots
 
     def forward(self, cache):
-        self.rows.append(len(cache.last_B))
-        if len(self.logits_V):
-            return self.logits_V.repeat(len(cache.last_B), 1)
-        return 100.0 * nn.functional.one_hot(cache.token_RQ.flatten()[cache.last_B] + 1, 100)
+        return self.logits_V.repeat(len(cache.last_B), 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -223,48 +224,6 @@ def test_rows_that_leave_the_cache_cost_no_copy_of_those_that_stay(tiny, monkeyp
     monkeypatch.setattr(sampler.KVCache, "keep", keep)
     answers(policy, prompts_of([4, 1, 9, 2, 30]), context=34)  # the longest prompt gets 4 tokens
     assert places and all(places)
-
-
-# ---- where it ends -------------------------------------------------------------------------------
-
-
-def count(start, end):
-    return list(range(start, end + 1))
-
-
-def test_an_answer_ends_with_its_eos_at_the_limit_or_at_the_context():
-    prompts = [[3], [9, 9, 15], [17, 18, 19], [20, 20, 20, 2], [30] * 8, [40] * 9]
-    prompts = [np.array(p, "int32") for p in prompts]
-    expected = [count(4, 9), count(16, 20), [20], count(3, 8), [31, 32], [41]]
-    policy, given = Says(), dict(context=10, eos=20, temperature=0)
-    assert answers(policy, prompts, max_new=6, **given) == expected
-    assert policy.rows == [6, 4, 3, 3, 3, 2], "finished rows leave"
-    assert answers(policy, prompts, max_new=6, batch_size=2, **given) == expected
-    assert answers(policy, prompts, max_new=1, **given) == [e[:1] for e in expected]
-    assert answers(policy, [], max_new=6) == []
-
-
-# ---- ranks ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n, batch_size", [(7, 2), (1, 4)])
-def test_two_ranks_give_the_answers_of_one(n, batch_size, tiny):
-    policy = policy_of("gpt2", tiny)
-    prompts = prompts_of([30, 1, 9, 2, 4, 6, 3][:n], vocabulary=512)
-    given = dict(batch_size=batch_size, context=34, eos=5)
-    alone, longest = answers(policy, prompts, **given), "the first row waits for a longer one"
-    assert len(alone[0]) == 4 and len(alone[-1]) in (4, 12), longest
-
-    def work(rank):
-        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-        fabric.launch()
-        calls = []
-        policy.register_forward_hook(lambda *_: calls.append(0))
-        return answers(policy, prompts, fabric=fabric, **given), len(calls)
-
-    (zero, calls_0), (one, calls_1) = ranks(2, work)
-    assert zero == one == alone
-    assert calls_0 == calls_1 > 0, "a sharded policy would hang"
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
@@ -327,9 +286,7 @@ def test_every_end_of_the_model_and_every_stop_text_ends_an_answer_and_is_not_sh
     assert capsys.readouterr().out == tokenizer.decode(before) + "\n"
 
 
-def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monkeypatch):
-    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text(CHAT)
+def test_without_a_prompt_the_program_holds_a_conversation(chatty, monkeypatch):
     lines = iter(["one", "two", ""])
     asked, real = [], generate.generate
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
@@ -339,12 +296,12 @@ def test_without_a_prompt_the_program_holds_a_conversation(tiny, tmp_path, monke
         return real(fabric, policy, prompts, tokenizer, args, new, seed, before_token)
 
     monkeypatch.setattr(generate, "generate", noted)
-    argv = ["--model", str(tmp_path), "--max_new_tokens", "3"]
+    argv = ["--model", str(chatty), "--max_new_tokens", "3"]
     generate.main(argv)
     generate.main([*argv, "--plain=true", "--prompt=three"])
     first, (second, seed), plain = asked
-    assert first == ("[user] one ", 1) and plain == ("three", 1)
-    assert second.startswith("[user] one [assistant] ") and second.endswith("[user] two ")
+    assert first == ("<user>one", 1) and plain == ("three", 1)
+    assert second.startswith("<user>one<assistant>") and second.endswith("<user>two")
     assert seed == 2
 
 
@@ -363,7 +320,7 @@ def prompts(tiny, tmp_path, monkeypatch):
         {"prompt": ASKED[0], "kind": "a"},
         {"prompt": ASKED[2], "kind": "c"},
     ]
-    Path("prompts.jsonl").write_text(as_lines(records))
+    write(Path("prompts.jsonl"), *records)
     given = ["--model=model", "--prompts=prompts.jsonl", "--batch_size=4", "--max_new_tokens=7"]
     return lambda *words: generate.main([*given, "--extra=kind", *words])
 
@@ -377,11 +334,14 @@ def test_a_file_of_prompts_is_answered_as_transformers_would(by_template, prompt
     hf = transformers.AutoModelForCausalLM.from_pretrained(tiny).eval()
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json"))
     for row, text, kind in zip(rows, ASKED, "abc", strict=True):
-        turns = [{"role": "user", "content": text}]
         ids = tokenizer.encode(f"[user] {text} " if by_template else text).ids
         said = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=7, pad_token_id=0)
         answer = said[0, len(ids) :].tolist()
-        expected = {"prompt": turns if by_template else text, "kind": kind, "generator": "model"}
+        expected = {
+            "prompt": [user(text)] if by_template else text,
+            "kind": kind,
+            "generator": "model",
+        }
         expected |= {"chat_template_kwargs": {}} if by_template else {}
         expected |= {"completion": tokenizer.decode(answer), "cut": 0 not in answer}
         assert row == expected, "a label of the file's is not one of the new answer"
@@ -392,8 +352,7 @@ def test_several_answers_to_a_prompt_differ_and_their_file_is_not_written_over(p
     out = Path("answers.jsonl")
     whole = out.read_text()
     assert len(set(whole.splitlines())) == 6
-    with pytest.raises(BadInput, match="^out: answers.jsonl: the file is there already"):
-        prompts("--num_generations=2")
+    refused("^out: answers.jsonl: the file is there already", prompts, "--num_generations=2")
     assert out.read_text() == whole
 
 
@@ -405,15 +364,12 @@ def test_several_answers_to_a_prompt_differ_and_their_file_is_not_written_over(p
         (["--prompts=nowhere.jsonl"], "nowhere.jsonl"),
         (["--prompts=p.jsonl"], "p.jsonl:2: prompt: from 1 to 127 tokens fit this model, got "),
         (["--prompts=q.jsonl"], "q.jsonl:1: prompt: the model has no chat template"),
-        (["--prompts=p.jsonl", "--extra=kind"], "p.jsonl:1: kind: missing"),
+        (["--prompts=q.jsonl", "--extra=kind"], "q.jsonl:1: kind: missing"),
     ],
 )
 def test_a_mistake_of_the_program_is_one_line(argv, message, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    long = json.dumps({"prompt": "x " * 300})
-    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "x"}) + f"\n{long}\n")
-    turns = [{"role": "user", "content": "x"}]
-    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
-    with pytest.raises(BadInput, match=re.escape(message)):
-        generate.main(["--model", str(tiny), *argv])
+    write(tmp_path / "p.jsonl", {"prompt": "x"}, {"prompt": "x " * 300})
+    write(tmp_path / "q.jsonl", {"prompt": [user("x")]})
+    refused(re.escape(message), generate.main, ["--model", str(tiny), *argv])
     assert not (tmp_path / "answers.jsonl").exists()

@@ -3,10 +3,9 @@ and kinds that are held out stay out; and the program itself runs on a small ran
 
 import json
 import os
-import shutil
 
 import pytest
-from conftest import ROOT, Started
+from conftest import ROOT, Started, evaluated
 
 import instructions as task
 
@@ -64,17 +63,6 @@ def test_the_data_are_always_the_same_and_the_kinds_that_are_held_out_stay_out(t
     assert kinds["train"] == kinds["val"] and not kinds["train"] & kinds["new_kinds"]
 
 
-@pytest.fixture
-def chatty(tiny, tmp_path):
-    """The tiny model with a chat template."""
-    folder = tmp_path / "chatty"
-    shutil.copytree(tiny, folder)
-    file = folder / "tokenizer_config.json"
-    turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}assistant:"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": turns}))
-    return folder
-
-
 def test_the_program_makes_its_data_and_trains_on_them(chatty, tmp_path):
     """As a user types it, with a small random model in place of SmolLM2."""
     argv = f"""--model {chatty} --batch_size 4 --precision 32-true --out_dir out/run
@@ -86,7 +74,7 @@ def test_the_program_makes_its_data_and_trains_on_them(chatty, tmp_path):
     code, said, stderr = started.ended()
     assert code == 0, stderr
     assert "iteration 2: 8 examples, 0 right (0.0%), " in said
-    after = json.loads((tmp_path / "out" / "run" / "eval" / "after.json").read_text())
+    after = evaluated(tmp_path / "out" / "run", "after")
     fields = [answer["fields"] for answer in after["answers"]]
     assert {x["kind"] for x in fields} == set(task.KINDS)
     assert {x["group"] for x in fields} == {"trained kinds", "new kinds"}

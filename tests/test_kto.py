@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tokens
 import torch
-from conftest import PARITY, assert_same, ranks, result, start, train
+from conftest import PARITY, assert_same, ranks, result, rows_of, start, train
 from safetensors.torch import load_file
 from tiny_models import gpt2_from_hf
-from transformers import AutoTokenizer
+from tokens import example
 
 import evaluation
 import kto
@@ -24,11 +24,6 @@ from records.examples import Example
 from trainer import Trainer
 
 CASES = {case["name"]: case for case in json.loads((PARITY / "kto.json").read_text())}
-
-
-def example(prompt, completion, label):
-    prompt, completion = (np.array(ids, "int32") for ids in (prompt, completion))
-    return Example(prompt, (completion,), label, where="x:1")
 
 
 class Seen(Trainer):
@@ -53,8 +48,7 @@ class Seen(Trainer):
 
 
 def tokens_of(text: str) -> bytes:
-    tokenizer = AutoTokenizer.from_pretrained(PARITY / "tokenizer")
-    return np.array(tokenizer(text).input_ids, "int32").tobytes()
+    return np.array(tokens.ids_of(tokens.plain(), text), "int32").tobytes()
 
 
 def recorded_ids(batch: dict, i: int, name: str = ""):
@@ -95,7 +89,7 @@ def test_it_matches_another_implementations_recorded_numbers(name, tiny, parity_
     recorded = case["batches"][0]
     batch, exact, trl = recorded["batch"], recorded["fp64"], recorded["trl"]
     labels = batch["label"]
-    examples = [example(*recorded_ids(batch, i), label) for i, label in enumerate(labels)]
+    examples = [example(*recorded_ids(batch, i), label=x) for i, x in enumerate(labels)]
     if "KL_input_ids" in batch:
         for i, completion in enumerate(Rotated.mismatched_completions(None, examples)):
             pair = (examples[i].prompt, completion)
@@ -158,7 +152,7 @@ def score(objective, policy: list, reference: list, step: Step):
 def tables(labels=(True, False, True, True), **kw):
     """Four examples; completion i is of i + 1 tokens i. Nothing symmetric. From here on in float64."""
     torch.set_default_dtype(torch.float64)
-    examples = [example([9, i], [i] * (i + 1), label) for i, label in enumerate(labels)]
+    examples = [example([9, i], [i] * (i + 1), label=x) for i, x in enumerate(labels)]
     objective = kto.KTO(kto.KTOSettings(beta=0.1, **kw))
     return objective, Step(examples, objective.mismatched_completions(examples))
 
@@ -315,12 +309,11 @@ def test_kl_own_is_the_mean_of_r_over_the_answers_that_the_policy_has_just_sampl
     argv = ("--batch_size=6", "--max_steps=4", "--optim.lr=0.01", "--eval.samples=0")
     argv += (f"--data.val={ratings}", "--eval.check=demo", "--precision=32-true")
     train(tiny, ratings, tmp_path, *argv)
-    head, first, *_, last = (x.split(",") for x in (tmp_path / "val.csv").read_text().splitlines())
+    first, *_, last = (float(row["kl/own"]) for row in rows_of(tmp_path / "val.csv"))
     prompts, answers = sampled[-1]
     packed = pack(prompts, [(np.array(ids),) for ids in answers])
     policy, reference = (load.load_model(folder) for folder in (tmp_path / "final", tiny))
     with torch.no_grad():
         by_hand = (policy(packed).logps - reference(packed).logps).mean().item()
-    own = head.index("kl/own")
-    assert float(first[own]) == 0 and by_hand > 0.1, "else nothing was learned"
-    assert float(last[own]) == pytest.approx(by_hand, rel=1e-4)
+    assert first == 0 and by_hand > 0.1, "else nothing was learned"
+    assert last == pytest.approx(by_hand, rel=1e-4)

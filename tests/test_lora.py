@@ -1,31 +1,30 @@
 """Adapters: disabled to the bit, the only weights that train, merged into an equal full model; PEFT's folders."""
 
-import json
-import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import PARITY
+from conftest import refused
 from tiny_models import (
     EYES,
     GPT2,
     GQA,
     HF,
     IDS,
+    load_peft,
     load_transformers,
     logits,
     made,
     our_logits,
     ragged,
-    refused,
     same,
     their_logits,
     trained,
     with_adapters,
 )
+from tokens import edit_json
 from torch import nn
 
 from infra.settings import Lora
@@ -62,12 +61,6 @@ def test_adapters_begin_as_the_base_and_go_off_to_the_bit_even_when_trained(name
             assert torch.equal(gpt(batch).logps, base)
         assert not torch.equal(gpt(batch).logps, gpt(batch).logps), "else there is no dropout"
         assert not torch.isclose(gpt.eval()(batch).logps, base, atol=1e-3).all()
-
-
-def test_adapters_are_in_float32_though_their_matrices_are_not(tiny):
-    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        for name, p in with_adapters(tiny, Lora(rank=2), dtype).named_parameters():
-            assert p.dtype == (wide if "lora_" in name else dtype)
 
 
 def test_adapters_start_again_as_the_base_and_by_the_seed_alone(tiny):
@@ -174,7 +167,6 @@ def base_model(folder: Path, kind: str, tie: bool = False) -> Path:
         "mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, **sizes),
     }[kind]()
     made(config, folder)
-    shutil.copytree(PARITY / "tokenizer", folder, dirs_exist_ok=True)
     return folder
 
 
@@ -192,10 +184,6 @@ def peft_adapter(base: Path, out: Path, vocabulary: int = 512, **options) -> Pat
                 p.add_(0.1 * torch.randn(p.shape, generator=generator))
     model.save_pretrained(out)
     return out
-
-
-def peft_model(base: Path, adapter: Path) -> nn.Module:
-    return peft.PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval()
 
 
 HEADS = ["q_proj", "embed_tokens", "lm_head"]
@@ -229,7 +217,7 @@ def test_a_peft_folder_is_read_as_peft_computes_it(name, tmp_path):
     is_tied = kind == "tied"
     base = base_model(tmp_path / "base", "llama" if is_tied else kind, is_tied)
     folder = peft_adapter(base, tmp_path / "adapter", **options)
-    expected = their_logits(peft_model(base, folder))
+    expected = their_logits(load_peft(base, folder))
     assert not same(expected, their_logits(load_transformers(base)), 1e-2)
     assert same(our_logits(folder), expected, 1e-4)
 
@@ -247,14 +235,9 @@ def test_an_adapter_that_unties_the_head_is_refused_and_read_on_an_untied_base(o
     hf.config.tie_word_embeddings = False
     hf.lm_head.weight = nn.Parameter(hf.lm_head.weight.detach().clone())
     hf.save_pretrained(tmp_path / "untied")
-    edit_config(folder, base_model_name_or_path=str(tmp_path / "untied"))
-    expected = their_logits(peft_model(tmp_path / "untied", folder))
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(tmp_path / "untied"))
+    expected = their_logits(load_peft(tmp_path / "untied", folder))
     assert same(our_logits(folder), expected, 1e-4)
-
-
-def edit_config(folder: Path, **changes) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def make_pickle(folder: Path) -> None:
@@ -280,7 +263,7 @@ def test_a_peft_folder_of_which_a_part_would_be_lost_is_refused_by_name(
     match, edit, options, tmp_path
 ):
     folder = peft_adapter(base_model(tmp_path / "base", "llama"), tmp_path / "adapter", **options)
-    edit(folder) if callable(edit) else edit_config(folder, **edit)
+    edit(folder) if callable(edit) else edit_json(folder / "adapter_config.json", **edit)
     refused(f"^{folder}.*{match}", our_logits, folder)
 
 

@@ -13,6 +13,7 @@ from tiny_models import (
     LLAMA,
     gpt_of,
     made,
+    plain_token_logps,
     ragged,
     same,
     shaken,
@@ -59,10 +60,7 @@ def plainly(other, prompts, completions) -> torch.Tensor:
     out = []
     for p, cs in zip(prompts, completions):
         for c in cs:
-            ids = torch.tensor([*p, *c])
-            out_1TV = other(ids[None])
-            logp_TV = getattr(out_1TV, "logits", out_1TV)[0].log_softmax(-1)
-            out.append(logp_TV[:-1].gather(1, ids[1:, None])[len(p) - 1 :].sum())
+            out.append(plain_token_logps(other, p, c).sum())
     return torch.stack(out).view(len(prompts), -1)
 
 

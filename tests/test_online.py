@@ -9,7 +9,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokens
-from conftest import PARITY, assert_same, even, ranks, result, start
+from conftest import (
+    PARITY,
+    assert_same,
+    evaluated,
+    even,
+    learned,
+    of_iteration,
+    ranks,
+    refused,
+    start,
+    train,
+)
 
 import evaluation
 import online
@@ -28,26 +39,14 @@ ONE = "--online.max_iterations=1"
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
     """7 distinct prompts, one of them twice, without ratings."""
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    names = [r["prompt"] for r in read_lines(PARITY / "kto_data.jsonl")][:7]
-    file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in [names[0], *names]))
-    return file
+    first, *others = read_lines(PARITY / "kto_data.jsonl")[:7]
+    records = [{"prompt": record["prompt"]} for record in (first, first, *others)]
+    return Path(tokens.write(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", *records))
 
 
 def go(tiny, prompts, out: Path, *argv, **given) -> dict:
     given = {"checker": even, **given}
-    where = [f"--model={tiny}", f"--data.train={prompts}", f"--out_dir={out}", "--progress=false"]
-    start("online", [*where, *RUN, *argv], **given)
-    return result(out)
-
-
-def answers(out: Path, i: int) -> list[dict]:
-    return read_lines(out / "iterations" / f"answers-{i}.jsonl")
-
-
-def learned(out: Path, i: int) -> list[dict]:
-    """The examples that an iteration learned from."""
-    return [line["example"] for line in read_lines(out / "iterations" / f"rated-{i}.jsonl")]
+    return train(tiny, prompts, out, *RUN, *argv, program="online", **given)
 
 
 @pytest.fixture
@@ -71,13 +70,13 @@ def test_each_iteration_learns_from_fresh_answers_that_the_checker_rated(
     assert ends == [(0, 2), (2, 4), (4, 6)], "ten answers are two steps of four"
     said = capsys.readouterr().out
     for i, (examples, _) in enumerate(fits, 1):
-        own = answers(tmp_path / "run", i)
+        own = of_iteration(tmp_path / "run", i)
         assert [list(e.completions[0]) for e in examples] == [a["ids"] for a in own]
         assert [e.label for e in examples] == [len(a["completion"]) % 2 == 0 for a in own]
         assert f"iteration {i}: 10 examples, {sum(e.label for e in examples)} right" in said
     asked = [e.prompt.tobytes() for examples, _ in fits for e in examples[::2]]
     assert len(set(asked[:7])) == len(set(asked[7:14])) == 7, "one pass after another"
-    assert answers(tmp_path / "run", 1) != answers(tmp_path / "run", 2)
+    assert of_iteration(tmp_path / "run", 1) != of_iteration(tmp_path / "run", 2)
     # the reference is the policy as the iteration began, or the first model
     fixed = go(tiny, prompts, tmp_path / "fixed", "--online.reference=first")
     at_start = [abs(rows[2]["rewards/mean"]) for rows in (run["rows"], fixed["rows"])]
@@ -95,8 +94,7 @@ def test_a_resume_learns_from_what_the_disk_has_or_makes_a_whole_iteration_anew(
     copy = shutil.copytree(tmp_path / "whole", tmp_path / "copy")
     (copy / "iterations" / "answers-2.jsonl").unlink()
     match = "answers-2.jsonl: missing, or not what this iteration learns from: continue in"
-    with pytest.raises(BadInput, match=match):
-        go(tiny, prompts, copy, *more, f"--resume={checkpoint_folder(copy, 3)}")
+    refused(match, go, tiny, prompts, copy, *more, f"--resume={checkpoint_folder(copy, 3)}")
     end = checkpoint_folder(copy, 2)
     assert_same(go(tiny, prompts, copy, *more, f"--resume={end}"), whole)
 
@@ -190,7 +188,7 @@ def test_an_answer_without_a_verdict_is_no_thumb_and_no_part_of_the_accuracy(
     go(tiny, prompts, tmp_path, *argv, checker=checker)
     ((seen, _),) = fits
     assert [(e.label, e.weight) for e in seen[:5]] == [(True, 1), *[(False, 1)] * 3, (False, 0)]
-    before = json.loads((tmp_path / "eval" / "before.json").read_text())
+    before = evaluated(tmp_path, "before")
     assert (before["right"], before["of"], before["unjudged"]) == (2, 6, 1)
     assert [a["right"] for a in before["answers"][3:]] == [False, None, True, False]
     said = capsys.readouterr().out
@@ -208,9 +206,9 @@ def test_a_checker_says_how_many_answers_to_the_test_split_are_right(tiny, promp
     start("generate", [*asked.split(), "--max_new_tokens=4", "--plain=true"])
     rows = read_lines(out)
     right = sum(even([SimpleNamespace(completion=row["completion"]) for row in rows]))
-    scores = json.loads((run / "eval" / "test.json").read_text())
+    scores = evaluated(run, "test")
     assert scores == {"final": {"checker_accuracy": right / 7}}
-    check = json.loads((run / "eval" / "test-final.json").read_text())
+    check = evaluated(run, "test-final")
     assert [a["completion"] for a in check["answers"]] == [row["completion"] for row in rows]
 
 
@@ -247,11 +245,11 @@ def test_a_checker_sees_the_records_own_fields_and_whether_the_answer_was_cut(
     argv = ("--data.extra=level", f"--data.val={own}", "--eval.prompts=5", ONE, STOP)
     go(tiny, own, tmp_path / "run", *argv, checker=checker)
     for a in seen:
-        assert a.prompt == records[a.fields["level"]]["prompt"] and type(a.fields["level"]) is int
-    cut = [is_cut(tiny, row["ids"]) for row in answers(tmp_path / "run", 1)]
+        assert a.prompt == records[a.fields["level"]]["prompt"]
+    cut = [is_cut(tiny, row["ids"]) for row in of_iteration(tmp_path / "run", 1)]
     assert [a.cut for a in seen[:10]] == cut and {True, False} == set(cut)
     assert f"%), {sum(cut)} cut, " in capsys.readouterr().out
-    before = json.loads((tmp_path / "run" / "eval" / "before.json").read_text())
+    before = evaluated(tmp_path / "run", "before")
     found = [(a["fields"]["level"], a["right"]) for a in before["answers"]]
     assert found == [(i, i % 2 == 0) for i in range(5)], "one prompt twice"
 
@@ -288,9 +286,9 @@ def test_a_mended_engine_is_asked_for_the_rest_and_answers_by_other_settings_are
         return [[5]] * 3 if len(calls) == 2 else np.full((len(asked), 2), 7)
 
     out = tmp_path / "a"
-    with pytest.raises(BadInput, match="^rollout: expected 4 answers, each of one token id or"):
-        go(tiny, prompts, out, ONE, rollout=engine)
-    assert len(answers(out, 1)) == 4, "the first batch stays"
+    match = "^rollout: expected 4 answers, each of one token id or"
+    refused(match, go, tiny, prompts, out, ONE, rollout=engine)
+    assert len(of_iteration(out, 1)) == 4, "the first batch stays"
     shutil.copytree(out, tmp_path / "b")
     go(tiny, prompts, out, "--resume=auto", ONE, rollout=engine)
     go(tiny, prompts, tmp_path / "b", ONE, "--online.temperature=0.5", rollout=engine)
@@ -306,8 +304,7 @@ def test_a_limit_that_would_only_be_met_later_is_refused_before_the_first_token(
     tiny, prompts, tmp_path
 ):
     said = "online.max_new_tokens: 120: more than data.max_completion, 12, and these answers become completions"
-    with pytest.raises(BadInput, match=f"^{said}$"):
-        go(tiny, prompts, tmp_path, LONG, '--eval.stop=["."," "]')
+    refused(f"^{said}$", go, tiny, prompts, tmp_path, LONG, '--eval.stop=["."," "]')
     assert not list(tmp_path.iterdir()), "nothing was sampled, and there is no folder"
 
 
@@ -332,8 +329,7 @@ def test_what_an_engine_gives_is_checked_when_it_returns(said, tiny, prompts, tm
     def engine(folder, asked, *_):
         return [[7]] * (len(asked) - 1) + [WRONG_IDS[said]]
 
-    with pytest.raises(BadInput, match=f"^rollout: answer 3: {said}$"):
-        go(tiny, prompts, tmp_path, ONE, rollout=engine)
+    refused(f"^rollout: answer 3: {said}$", go, tiny, prompts, tmp_path, ONE, rollout=engine)
     assert not (tmp_path / "iterations" / "answers-1.jsonl").exists()
 
 
@@ -343,5 +339,4 @@ def test_what_a_rater_gives_is_checked_when_it_returns(said, tiny, prompts, tmp_
         *others, last = evaluation.with_answers(asked, ids)
         return [*(e._replace(label=True) for e in others), last._replace(**WRONG[said])]
 
-    with pytest.raises(BadInput, match=f"^rate: example 9: {said}$"):
-        go(tiny, prompts, tmp_path, ONE, checker=None, rate=rate)
+    refused(f"^rate: example 9: {said}$", go, tiny, prompts, tmp_path, ONE, checker=None, rate=rate)

@@ -10,29 +10,21 @@ import pytest
 import tokens
 import torch
 import transformers
+from conftest import refused
 from test_forks import places, saved, train_example  # noqa: F401
 from test_model import by_the_others_names, chunked, exact_norms, pair  # noqa: F401
 from test_optim import run_settings
-from tiny_models import ragged, same
+from tiny_models import plain_logps, plain_token_logps, ragged, same
 
 import attention
 import kto
 from checks import check_settings
-from infra.console import BadInput
-from infra.settings import Data
 from models.hub import Source
 from packing import pack
-from records.examples import load_examples, with_limits
 from records.tokenizer import Tokenizer
 from trainer import Trainer
 
 # ---- log-probs of more tokens --------------------------------------------------------------------
-
-
-def plain(model, prompt, completion) -> torch.Tensor:
-    """(L, V) log-probs at the tokens of a completion, by a plain forward."""
-    out = model(torch.tensor([[*prompt, *completion]]))
-    return getattr(out, "logits", out)[0].log_softmax(-1)[len(prompt) - 1 : -1]
 
 
 @pytest.mark.usefixtures("exact_norms")
@@ -49,9 +41,9 @@ def test_log_probs_of_the_references_likeliest_tokens_and_gradients_are_those_of
         """(B, K, L, 1 + k) log-probs."""
         rows = []
         for p, c in chain(*([(p, c) for c in cs] for p, cs in zip(prompts, completions))):
-            likeliest = plain(plain_reference, p, c).topk(k).indices
+            likeliest = plain_logps(plain_reference, p, c).topk(k).indices
             target = torch.cat([torch.tensor(c)[:, None], likeliest], dim=1)
-            logp_LV = plain(model, p, c)
+            logp_LV = plain_logps(model, p, c)
             beyond = logp_LV.new_zeros(longest - len(c), 1 + k)
             rows.append(torch.cat([logp_LV.gather(1, target), beyond]))
         return torch.stack(rows).view(len(prompts), K, longest, 1 + k)
@@ -88,10 +80,8 @@ WITH_PAIRS = {"by_token": True, "needs_mismatched_pairs": True}
 @pytest.mark.parametrize("own", [{}, NO_REFERENCE, WITH_PAIRS])
 def test_top_k_is_refused_where_it_would_have_no_tokens_or_no_reference(own):
     objective = type("Mine", (kto.Objective,), {"top_k": 2, **own})()
-    with pytest.raises(
-        BadInput, match="^Mine.top_k: it needs by_token and a reference, and no mismatched pairs"
-    ):
-        check_settings(objective, run_settings())
+    match = "^Mine.top_k: it needs by_token and a reference, and no mismatched pairs"
+    refused(match, check_settings, objective, run_settings())
 
 
 # ---- marked parts of a completion ----------------------------------------------------------------
@@ -109,10 +99,9 @@ def test_a_marked_part_is_the_tokens_that_it_touches_also_through_a_chat_templat
     for start, end, label in [(0, 1, True), (6, 8, False), (n - 1, n, True), (0, n, False)]:
         marks = [{"start": start, "end": end, "label": label}]
         file = tokens.write(tmp_path / "marked.jsonl", tokens.rated(*turns, spans=marks))
-        data = with_limits(Data(file), 128)
-        (asked,), _ = load_examples(file, tokenizer, "prompts", data)
+        (asked,), _ = tokens.load(file, tokenizer, "prompts")
         assert not asked.completions
-        (example,), _ = load_examples(file, tokenizer, "rated", data)
+        (example,), _ = tokens.load(file, tokenizer)
         marked = np.flatnonzero(example.token_label)
         first, last = marked[0], marked[-1]
         assert {*example.token_label[first : last + 1]} == {1 if label else -1}, "without a gap"
@@ -141,22 +130,15 @@ BAD_SPANS = {
 def test_a_mark_outside_of_the_text_is_refused_with_its_line(said, tiny, tmp_path):
     good = tokens.rated("Q", "Hello")
     file = tokens.write(tmp_path / "marked.jsonl", good, good | {"spans": BAD_SPANS[said]})
-    with pytest.raises(BadInput, match=f"^{file}:2: {re.escape(said)}"):
-        load_examples(file, Tokenizer(Source(tiny)), "rated", with_limits(Data(file), 128))
+    refused(f"^{file}:2: {re.escape(said)}", tokens.load, file, Tokenizer(Source(tiny)))
 
 
 # ---- the examples, step by step, by hand ----------------------------------------------------------
 
 
-def of_tokens(model, prompt, completion) -> torch.Tensor:
-    """(L,) log-probs of the tokens of a completion."""
-    ids = torch.tensor(completion, dtype=torch.long)
-    return plain(model, prompt, completion).gather(1, ids[:, None])[:, 0]
-
-
 def distill(policy, reference, example, *_):
     (completion,) = example.completions
-    logp_LV, ref_LV = (plain(m, example.prompt, completion) for m in (policy, reference))
+    logp_LV, ref_LV = (plain_logps(m, example.prompt, completion) for m in (policy, reference))
     top = ref_LV.topk(3).indices
     p, q = logp_LV.exp().gather(1, top), ref_LV.exp().gather(1, top)
     p, q = (torch.cat([x, 1 - x.sum(1, keepdim=True)], dim=1) for x in (p, q))
@@ -165,7 +147,7 @@ def distill(policy, reference, example, *_):
 
 def oapl(policy, reference, example, answers, _):
     (completion,) = example.completions
-    logratio = (of_tokens(m, example.prompt, completion).sum() for m in (policy, reference))
+    logratio = (plain_token_logps(m, example.prompt, completion).sum() for m in (policy, reference))
     rights = [a.label for a in answers if a.prompt_key == example.prompt_key]
     assert len(rights) == 4
     value = 0.5 * math.log(sum(math.exp(right / 0.5) for right in rights) / 4)
@@ -175,15 +157,15 @@ def oapl(policy, reference, example, answers, _):
 def next_message(policy, reference, example, _, tokenizer):
     (completion,) = example.completions
     text = f"(My next message will be: {example.extra['next']})\n{example.asked['prompt']}"
-    logp_L = of_tokens(policy, example.prompt, completion)
-    with_next_L = of_tokens(policy, tokenizer(text).input_ids, completion)
+    logp_L = plain_token_logps(policy, example.prompt, completion)
+    with_next_L = plain_token_logps(policy, tokenizer(text).input_ids, completion)
     advantage_L = (with_next_L - logp_L).detach().clamp(-5, 5)
     return -(advantage_L * logp_L).mean()
 
 
 def token_kto(policy, reference, example, *_):
     (completion,) = example.completions
-    logp_L, ref_L = (of_tokens(m, example.prompt, completion) for m in (policy, reference))
+    logp_L, ref_L = (plain_token_logps(m, example.prompt, completion) for m in (policy, reference))
     signs = list(example.token_label) or [2 * example.label - 1] * len(completion)
     return 1 - torch.sigmoid(0.1 * sum(sign * r for sign, r in zip(signs, logp_L - ref_L)))
 

@@ -11,9 +11,10 @@ from conftest import (
     assert_same,
     checkpoint_tensors,
     killed,
+    refused,
     train,
 )
-from tiny_models import GQA, made, ragged, refused, same_weights, with_adapters
+from tiny_models import GQA, made, same_weights, with_adapters
 
 from infra.checkpoint import checkpoints_by_step
 from infra.logger import Logger
@@ -21,7 +22,6 @@ from infra.optimizer import make_optimizer
 from infra.settings import Lora
 from models import load
 from models.lora import merged_weights, quantize_base
-from packing import pack
 
 RUN = ("--batch_size=7", "--max_steps=6", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip
@@ -67,21 +67,10 @@ def test_in_bf16_the_start_is_exact_too_and_training_goes_on(
     argv = (*RUN[:-1], "--max_steps=2", f"--precision={precision}", "--lora.quantize=nf4")
     run = train(llama, ratings, tmp_path, *argv)
     assert "agree to the bit" in capsys.readouterr().out
-    first, second = (row["loss"] for row in run["rows"])
-    assert first == pytest.approx(0.5, abs=1e-3) and second != 0.5
+    first, second = (row["rewards/mean"] for row in run["rows"])
+    assert first == 0 != second, "evaluation and training compute alike"
     assert {x.dtype for x in adapters_of(tmp_path).values()} == {torch.float32}
     assert {x.dtype for x in run["weights"].values()} == {torch.float32}, "the source's"
-
-
-def test_evaluation_and_training_compute_alike_and_leave_the_gradient(llama):
-    gpt, batch = with_adapters(llama, Lora(rank=2)), pack(*ragged(2, 97, 0))
-    quantize_base(gpt, "cpu")
-    with torch.no_grad():
-        evaluated = gpt.eval()(batch).logps
-    trained = gpt.train()(batch).logps
-    assert torch.equal(evaluated, trained)
-    trained.sum().backward()
-    assert gpt.transformer.h[0].attn.qkv.lora_B.grad.abs().max() > 0, "through the last block too"
 
 
 def test_a_width_that_nf4_computes_wrong_on_a_cpu_is_refused(tiny):
@@ -89,13 +78,9 @@ def test_a_width_that_nf4_computes_wrong_on_a_cpu_is_refused(tiny):
     refused("nf4 needs .* multiples of 64, this model has 32", quantize_base, gpt, "cpu")
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
-def test_a_mixture_is_refused_because_its_experts_would_not_be_quantised(kind, tmp_path):
+def test_a_mixture_is_refused_because_its_experts_would_not_be_quantised(tmp_path):
     sizes = dict(GQA, vocab_size=512, hidden_size=64, intermediate_size=64, num_attention_heads=4)
-    sizes |= dict(
-        moe_intermediate_size=64, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2
-    )
-    made(transformers.CONFIG_MAPPING[kind](**sizes), tmp_path)
+    made(transformers.MixtralConfig(**sizes, num_local_experts=4), tmp_path)
     gpt = with_adapters(tmp_path, Lora(rank=2, targets="q_proj"))
     refused("^lora.quantize: nf4 .* experts of a mixture", quantize_base, gpt, "cpu")
 

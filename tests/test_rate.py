@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import threading
@@ -15,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, Started, start, until
-from tokens import write
+from tokens import bot, user, write
 
 from infra.files import read_lines
 
-QUESTION = [{"role": "user", "content": "What is <b>rust</b>?"}]
+QUESTION = [user("What is <b>rust</b>?")]
 ANSWER = "Iron & <i>air</i>."
 
 
@@ -78,11 +77,9 @@ def opened(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def chat(tiny, tmp_path_factory) -> str:
+def chat(chatty) -> str:
     """The option that names a model with a chat template."""
-    model = shutil.copytree(tiny, tmp_path_factory.mktemp("chat") / "model")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    return f"--model={model}"
+    return f"--model={chatty}"
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +144,7 @@ def test_a_killed_server_loses_no_thumb_and_an_open_page_goes_on_with_the_next_o
 
 
 def test_an_old_file_is_read_first_and_its_other_forms_and_fields_stay(opened, chat, tmp_path):
-    old = {"messages": [*QUESTION, {"role": "assistant", "content": ANSWER}], "kto_tag": True}
+    old = {"messages": [*QUESTION, bot(ANSWER)], "kto_tag": True}
     plain = {"prompt": "1 + 1 =", "completion": " 2", "label": "up", "weight": 2}
     write(tmp_path / "ratings.jsonl", old, plain)
     page = opened(chat)
@@ -208,7 +205,7 @@ def test_what_goes_wrong_is_said_in_words_and_the_page_goes_on(path, body, said,
 def test_the_prompts_of_a_file_are_shown_but_those_with_a_thumb(opened, chat, tmp_path):
     rows = [{"prompt": "one"}, {"messages": [*QUESTION]}, {"instruction": "two"}, {"prompt": "one"}]
     page = opened(chat, f"--prompts={write(tmp_path / 'prompts.jsonl', *rows)}")
-    one, two = ([{"role": "user", "content": text}] for text in ("one", "two"))
+    one, two = ([user(text)] for text in ("one", "two"))
 
     def shown() -> list:
         return [card["prompt"] for card in page("/state")[1]["cards"]]

@@ -9,7 +9,7 @@ import pytest
 import tokens
 import torch
 import transformers
-from conftest import train
+from conftest import learned, of_iteration, refused, train
 from test_forks import ONLINE
 
 import judge as judge_file
@@ -17,15 +17,10 @@ import online_dpo
 import reward_model as reward_file
 from evaluation import Answer
 from infra.console import BadInput, Failed
-from infra.files import read_lines
 from judge import Judge, Judged, JudgeSettings, Server, judge, verdict
 from records.examples import Example
 
 COMMON = ("--batch_size=6", "--precision=32-true", "--eval.samples=0", *ONLINE)
-
-
-def rated(out: Path, i: int) -> list[dict]:
-    return [row["example"] for row in read_lines(out / "iterations" / f"rated-{i}.jsonl")]
 
 
 # ---- examples/judge.py ---------------------------------------------------------------------------
@@ -133,8 +128,7 @@ def test_the_key_goes_to_the_server_alone(judge_server, tmp_path, monkeypatch):
     assert "secret" not in (tmp_path / "judge.jsonl").read_text()
     # a redirect is not followed: the only request is the one that was redirected
     judge_server.faults += [(302, {"Location": f"{judge_server.url}/elsewhere"}, "")]
-    with pytest.raises(BadInput, match="302 Found"):
-        begun(tmp_path, judge_server.url)(answers("d"))
+    refused("302 Found", begun(tmp_path, judge_server.url), answers("d"))
     assert len(judge_server.asked) == 4
 
 
@@ -148,8 +142,7 @@ def test_the_key_goes_to_the_server_alone(judge_server, tmp_path, monkeypatch):
     ],
 )
 def test_settings_of_the_judge_that_cannot_be_meant_are_refused(fault, settings):
-    with pytest.raises(BadInput, match=f"^judge.{fault}"):
-        JudgeSettings(model="m", **settings)
+    refused(f"^judge.{fault}", JudgeSettings, model="m", **settings)
 
 
 def test_a_run_learns_the_judges_verdicts_and_a_reply_that_is_none_is_no_thumb(
@@ -166,8 +159,8 @@ def test_a_run_learns_the_judges_verdicts_and_a_reply_that_is_none_is_no_thumb(
     assert len(asked) == len(set(asked)) > 20
     seen = set()
     for i in (1, 2, 3):
-        lines = read_lines(tmp_path / "iterations" / f"answers-{i}.jsonl")
-        for line, example in zip(lines, rated(tmp_path, i), strict=True):
+        lines = of_iteration(tmp_path, i)
+        for line, example in zip(lines, learned(tmp_path, i), strict=True):
             n = len(line["completion"])
             expected = (False, 0.0) if n % 3 == 0 else (n % 2 == 0, 1.0)
             assert (example["label"], example["weight"]) == expected
@@ -206,10 +199,9 @@ def test_answers_have_the_scores_that_transformers_gives_to_their_dialogues(
     names |= dict(make_records="with_dialogue")
     handed = {key: getattr(reward_file, name) for key, name in names.items()}
     train(tiny, data, tmp_path / "run", *argv, program="online", **handed)
-    examples = rated(tmp_path / "run", 1)
+    examples = learned(tmp_path / "run", 1)
     scores = []
-    lines = read_lines(tmp_path / "run" / "iterations" / "answers-1.jsonl")
-    for example, line in zip(examples, lines, strict=True):
+    for example, line in zip(examples, of_iteration(tmp_path / "run", 1), strict=True):
         dialogue = json.loads(example["extra"]["dialogue"])
         assert [turn["role"] for turn in dialogue] == ["system", "user"]
         scores.append(score(reward_folder, dialogue, line["completion"]))

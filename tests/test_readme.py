@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import ROOT, ranks
+from conftest import ROOT, Started, ranks
 
 import kto
 from infra.parse import parse
@@ -114,7 +114,8 @@ def test_the_loss_in_the_readme_is_that_of_kto_py_and_its_fork_runs(tiny, rating
     argv = [f"--model={tiny}", f"--data.train={ratings}", "--batch_size=4", "--max_steps=2",
             "--progress=false", f"--out_dir={tmp_path / 'run'}"]  # fmt: skip
     (tmp_path / "mine.py").write_text(fork)
-    subprocess.run([sys.executable, tmp_path / "mine.py", *argv], check=True)
+    code, _, stderr = Started(tmp_path, str(tmp_path / "mine.py"), argv).ended()
+    assert code == 0, stderr
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
@@ -159,14 +160,11 @@ def test_a_script_for_two_nodes_gives_settings_that_parse(script, tiny, ratings,
     assert (cfg.strategy, cfg.devices) == ("fsdp", 8)
 
 
-def test_the_cells_of_the_notebook_run_in_their_order(clone, tiny, tmp_path, monkeypatch):
+def test_the_cells_of_the_notebook_run_in_their_order(clone, chatty, monkeypatch):
     """As Jupyter runs them, but for pip; with a tiny model, and few steps."""
     shutil.rmtree(clone / "out", ignore_errors=True)  # of another test's commands
     monkeypatch.chdir(clone)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=Path))
-    shutil.copytree(tiny, tmp_path / "chat")
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     names = {}
 
     def shell(command: str) -> None:
@@ -182,9 +180,7 @@ def test_the_cells_of_the_notebook_run_in_their_order(clone, tiny, tmp_path, mon
     cells = json.loads((ROOT / "examples" / "colab.ipynb").read_text())["cells"]
     assert len(cells) == 6
     for cell in cells:
-        code = "".join(cell["source"]).replace(
-            "HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "chat")
-        )
+        code = "".join(cell["source"]).replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(chatty))
         code = re.sub(r"^( *)!(.*)$", lambda m: f"{m[1]}shell({m[2]!r})", code, flags=re.M)
         exec(re.sub(r"^( *)%cd .*$", "", code, flags=re.M), names)
     assert Path("out/report.png").exists() and Path("out/mine/final").exists()

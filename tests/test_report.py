@@ -7,12 +7,9 @@ import sys
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, refused
 
-pytest.importorskip("pandas")
-pytest.importorskip("matplotlib")
-import report  # noqa: E402
-from infra.console import BadInput  # noqa: E402
+import report
 
 METRICS = "step,loss,kl,kl/clamped\n1,0.5,0.0,0.0\n2,0.4,0.0,1.0\n3,0.3,2.0,0.0\n4,0.2,3.0,0.0\n"
 VAL = "step,loss,kl,checker_accuracy,kl/own\n0,0.9,0.0,0.5,0.0\n"
@@ -123,8 +120,7 @@ def test_runs_that_have_not_ended_and_a_folder_that_is_no_run(show, tmp_path):
     assert not {"checker_accuracy", "kl/own"} & columns, (
         "the check before a run is not one after it"
     )
-    with pytest.raises(BadInput, match="^/.*/settings.yaml: No such file or directory$"):
-        show(tmp_path / "nothing")
+    refused("^/.*/settings.yaml: No such file or directory$", show, tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("program", ["report", "sweep"])

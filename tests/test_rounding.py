@@ -6,12 +6,11 @@ the margin would be lost."""
 import copy
 import shutil
 
-import peft
 import pytest
 import torch
 import transformers
 from conftest import PARITY, start, train
-from tiny_models import load_transformers, logits, margin, their_margin, write_sentences
+from tiny_models import load_peft, load_transformers, logits, margin, their_margin, write_sentences
 
 from infra.random_numbers import round_at_random
 from models import load
@@ -50,9 +49,7 @@ def week_1(base, rated, tmp_path_factory):
 
 
 def margin_of_peft(base, adapter=None) -> float:
-    hf = load_transformers(base).float()
-    if adapter:
-        hf = peft.PeftModel.from_pretrained(hf, adapter)
+    hf = load_peft(base, adapter) if adapter else load_transformers(base)
     return their_margin(hf, base, 32)
 
 

@@ -2,23 +2,22 @@
 token ids. Here with a small random model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import Started
 from tiny_models import load_transformers, logits, same, shaken
 from tokens import FILES
 
+import smollm2
 from models import load
 from models.hub import Source
 from records.tokenizer import Tokenizer
 
-gguf = pytest.importorskip("gguf")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] \
 + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -87,8 +86,9 @@ def gguf_file(hf, tmp_path_factory) -> Path:
 def made(gguf_file, tmp_path_factory) -> Path:
     """The folder that the command makes."""
     out = tmp_path_factory.mktemp("made") / "deep" / "model"
-    start = [sys.executable, str(ROOT / "examples" / "smollm2.py")]
-    subprocess.run([*start, "--gguf", gguf_file, "--out", out], check=True)
+    argv = ["--gguf", gguf_file, "--out", out]
+    code, _, stderr = Started(out.parent.parent, smollm2.__file__, argv).ended()
+    assert code == 0, stderr
     assert [p.name for p in out.parent.iterdir()] == ["model"], "nothing is left beside it"
     return out
 

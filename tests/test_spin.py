@@ -2,25 +2,23 @@
 
 import numpy as np
 import pytest
+import tokens
 import torch
-from conftest import checkpoint_tensors, train
-from test_dpo import pair
+from conftest import of_iteration, refused, rows_of, train
+from test_forks import saved
 from tiny_models import same_weights, with_adapters
+from tokens import example
 
 import spin
 from data import Step
-from infra.checkpoint import checkpoint_folder
-from infra.console import BadInput
 from infra.devices import set_weights
-from infra.files import read_lines
 from infra.parse import parse
-from infra.settings import Data, Lora
+from infra.settings import Lora
 from models import load
 from models.hub import Source
 from models.lora import merged_weights
 from objective import Z
 from packing import pack
-from records.examples import load_examples
 from records.tokenizer import Tokenizer
 from trainer import Trainer
 
@@ -33,14 +31,9 @@ def go(tiny, demos, out, *argv):
     return train(tiny, demos, out, *RUN, *argv, program="spin")
 
 
-def saved(out, step: int, kind: str) -> dict:
-    """weights, reference or a moment of the optimizer, of a checkpoint."""
-    return checkpoint_tensors(checkpoint_folder(out, step), kind)
-
-
 def ids_of(out, i: int) -> list[list[int]]:
     """The answers of iteration i."""
-    return [row["ids"] for row in read_lines(out / "iterations" / f"answers-{i}.jsonl")]
+    return [row["ids"] for row in of_iteration(out, i)]
 
 
 def test_each_iterations_reference_is_the_policy_that_the_last_one_made(
@@ -117,20 +110,19 @@ def test_the_settings_of_the_loss_reach_dpo():
 
 def test_validation_is_the_likelihood_of_the_demonstrations(tiny, demos, tmp_path):
     go(tiny, demos, tmp_path, f"--data.val={demos}", "--spin.max_iterations=1", "--optim.lr=0")
-    rows = (tmp_path / "val.csv").read_text().splitlines()
-    assert rows[0] == "step,loss"
-    limits = Data(train="", max_prompt=64, max_completion=64)
-    examples = load_examples(str(demos), Tokenizer(Source(tiny)), "demonstrations", limits)[0]
+    first, *_ = rows_of(tmp_path / "val.csv")
+    assert [*first] == ["step", "loss"]
+    examples, _ = tokens.load(demos, Tokenizer(Source(tiny)), "demonstrations")
     gpt = load.load_model(tiny)
     with torch.no_grad():
         logps = [gpt(pack([e.prompt], [e.completions])).logps.item() for e in examples]
     nll = [-logp / len(e.completions[0]) for logp, e in zip(logps, examples)]
-    assert float(rows[1].split(",")[1]) == pytest.approx(np.mean(nll), rel=1e-5)
+    assert float(first["loss"]) == pytest.approx(np.mean(nll), rel=1e-5)
 
 
 def test_an_own_answer_that_equals_the_demonstration_counts_one_half():
     """However the step is packed: their log-ratios differ by rounding."""
-    step = Step([pair([9], [5, 6], own) for own in ([5, 6], [5, 6], [7])])
+    step = Step([example([9], [5, 6], own) for own in ([5, 6], [5, 6], [7])])
     logps = torch.tensor([[-1.0 + 1e-6, -1.0], [-1.0 - 1e-6, -1.0], [-1.0, -3.0]])
     objective = spin.SPIN(spin.SPINSettings(), 0.1)
     micro = step.micro_batch(step.parts[0])
@@ -147,5 +139,5 @@ REFUSED = [("--reference=x", "the policy as an iteration begins"), ("--spin.beta
 
 @pytest.mark.parametrize("argv,word", REFUSED)
 def test_what_cannot_be_meant_is_refused(argv, word):
-    with pytest.raises(BadInput, match=word):
-        parse(spin.Settings, ["--model=m", "--data.train=d", *argv.split()], spin.SPIN, "none")
+    argv = ["--model=m", "--data.train=d", *argv.split()]
+    refused(word, parse, spin.Settings, argv, spin.SPIN, "none")

@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import refused
 
-pytest.importorskip("pandas")
-pytest.importorskip("matplotlib")
-import sweep  # noqa: E402
-from infra.console import BadInput, Failed  # noqa: E402
+import sweep
+from infra.console import Failed
 
 HERE = Path(sweep.__file__).parent
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -91,8 +90,7 @@ BLANKS = "--seed.*: expected one value, or several by commas"
     ],
 )
 def test_a_wrong_command_is_refused_before_the_first_run(argv, said):
-    with pytest.raises(BadInput, match=f"^{said}"):
-        sweep.main(argv)
+    refused(f"^{said}", sweep.main, argv)
     assert not Path("out").exists()
 
 

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 import tokens
+from conftest import refused
 from tokenizers.processors import TemplateProcessing
 from tokens import EOS, bot, folder, ids_of, user
 from transformers import AutoTokenizer
 
-from infra.console import BadInput
-from infra.settings import Data
 from models.hub import Source
-from records.examples import load_examples
 from records.forms import Record
 from records.tokenizer import Tokenizer
 from sampler import read_answer
@@ -70,8 +68,7 @@ def test_all_that_a_tokenizer_puts_before_a_text_begins_a_plain_prompt_and_stays
     for prompt in ("abcdef", "[gMASK]<sop>abcdef"):
         source = tokens.write(tmp_path / "d.jsonl", tokens.rated(prompt))
         for limit in (20, 4):
-            data = Data(source, max_completion=8, max_prompt=limit)
-            (e,), _ = load_examples(source, Tokenizer(Source(path)), "rated", data)
+            (e,), _ = tokens.load(source, Tokenizer(Source(path)), max_prompt=limit)
             assert e.prompt.tolist() == [*whole[:2], *whole[2:][-(limit - 2) :]]
 
 
@@ -140,8 +137,7 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
         (broken, "tokenizer: "),
         (endless, f"{endless}: eos"),
     ):
-        with pytest.raises(BadInput, match=f"^{re.escape(reason)}[^\n]*$"):
-            Tokenizer(Source(path))
+        refused(f"^{re.escape(reason)}[^\n]*$", Tokenizer, Source(path))
 
 
 def test_tokens_that_the_config_leaves_to_the_class_are_known(tmp_path):
@@ -175,8 +171,7 @@ def test_the_nearest_template_wins(tmp_path):
     assert said() == "2p"
     (tmp_path / "mine.jinja").write_text("é" + texts, encoding="utf-8")
     assert said(str(tmp_path / "mine.jinja")) == "ép"
-    with pytest.raises(BadInput, match="^data.chat_template: none.jinja: No such file"):
-        said("none.jinja")
+    refused("^data.chat_template: none.jinja: No such file", said, "none.jinja")
 
 
 REFUSED = {
@@ -196,8 +191,7 @@ def test_what_a_template_must_not_do_is_one_line(tmp_path, monkeypatch, template
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer(Source(folder(tmp_path / "t", chat_template=template)))
     messages = [user("hi")]
-    with pytest.raises(BadInput, match=f"^{REFUSED[template]}[^\n]*$"):
-        tokenizer.render(Record(messages, [bot("c")], True))
+    refused(f"^{REFUSED[template]}[^\n]*$", tokenizer.render, Record(messages, [bot("c")], True))
     assert messages == [user("hi")] and not Path("touched").exists()
 
 
@@ -205,7 +199,5 @@ def test_a_template_that_asks_for_the_day_gets_the_one_that_was_given(tmp_path):
     asks = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     path = folder(tmp_path / "t", chat_template=asks)
     assert Tokenizer(Source(path), date="2024-07-26").render(DIALOGUE)[0] == "26 Jul 2024p"
-    with pytest.raises(BadInput, match="^chat template: .*without_data_date"):
-        Tokenizer(Source(path)).render(DIALOGUE)
-    with pytest.raises(BadInput, match="^data.date: today: Invalid isoformat"):
-        Tokenizer(Source(path), date="today")
+    refused("^chat template: .*without_data_date", Tokenizer(Source(path)).render, DIALOGUE)
+    refused("^data.date: today: Invalid isoformat", Tokenizer, Source(path), date="today")

@@ -8,10 +8,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from conftest import train
+from conftest import refused, train
 from safetensors.torch import load_file, save_file
-from tiny_models import HF, IDS, logits, made, refused, same, same_weights
+from tiny_models import HF, IDS, logits, made, same, same_weights
+from tokens import edit_json, folder
 
+import model
 from models import load
 from models.export import export
 from models.hub import Source, find_model
@@ -21,6 +23,7 @@ from models.hub import Source, find_model
 def test_every_shape_computes_what_transformers_does_and_goes_back(name, tmp_path):
     hf, ids = made(HF[name], tmp_path / "in"), [i % 97 for i in IDS]
     gpt = load.load_model(tmp_path / "in")
+    assert type(gpt) is model.GPT
     with torch.no_grad():
         theirs = hf(torch.tensor([ids])).logits[0]
         assert theirs.std() > 0.1, "else equal logits say little"
@@ -75,11 +78,6 @@ def test_a_download_takes_what_is_needed_and_no_more(tmp_path, monkeypatch):
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def edited(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def with_weights(**changes):
     """An edit of the weights file; None: without this weight."""
 
@@ -115,12 +113,16 @@ def half_of_a_download(folder: Path) -> None:
 NORM = "transformer.ln_f.bias"
 BROKEN = {
     "config.json: Expecting value": lambda f: (f / "config.json").write_text('{"model_type": '),
-    "config.json: .*model type .llamba.": lambda f: edited(f, model_type="llamba"),
+    "config.json: .*model type .llamba.": lambda f: edit_json(
+        f / "config.json", model_type="llamba"
+    ),
     "^{folder}: weights are missing: no model.safetensors; either they were not downloaded": no_weights,
     "^{folder}: weights are missing: no model.safetensors; a .bin file is a pickle": other_format,
     "^{folder}: weights are missing: no model-2.safetensors; either": half_of_a_download,
     "^{folder}/model.safetensors: downloaded only in part.* header too large": git_lfs_pointer,
-    "do not fit config.json: .*mismatched.*wte": lambda f: edited(f, vocab_size=511),
+    "do not fit config.json: .*mismatched.*wte": lambda f: edit_json(
+        f / "config.json", vocab_size=511
+    ),
     "do not fit config.json: .*missing.*ln_f.bias": with_weights(**{NORM: None}),
     "do not fit config.json: .*unexpected.*score": with_weights(score=torch.zeros(2)),
 }
@@ -135,11 +137,10 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(match, tiny, tmp_path
     refused(match, load.load_model, tmp_path / "in")
 
 
-@pytest.mark.parametrize("method", [{"load_in_4bit": True, "quant_method": "bnb"}, {"bits": 4}])
-def test_quantised_weights_are_refused_with_the_field_that_names_them(method, tiny, tmp_path):
+def test_quantised_weights_are_refused_with_the_field_that_names_them(tiny, tmp_path):
     source, adapter = tmp_path / "in", tmp_path / "adapter"
     shutil.copytree(tiny, source)
-    edited(source, quantization_config=method)
+    edit_json(source / "config.json", quantization_config={"bits": 4})
     adapter.mkdir()
     about = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
     (adapter / "adapter_config.json").write_text(json.dumps(about))
@@ -147,7 +148,7 @@ def test_quantised_weights_are_refused_with_the_field_that_names_them(method, ti
     refused(f"^reference: {fault}", find_model, str(source), "reference")
     field = f"{adapter}/adapter_config.json: base_model_name_or_path"
     refused(f"^model: {field}: {fault}", find_model, str(adapter))
-    edited(source, quantization_config=None)
+    edit_json(source / "config.json", quantization_config=None)
     find_model(str(adapter))
 
 
@@ -158,20 +159,10 @@ def test_constants_in_an_old_file_are_no_weights(tiny, tmp_path):
     load.load_model(tmp_path / "in")
 
 
-def with_token(folder: Path, i: int) -> None:
-    """Give the tokenizer one more token, <new>, with this id."""
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    content["added_tokens"].append({"id": i, "content": "<new>", **flags})
-    file.write_text(json.dumps(content))
-
-
 def test_token_ids_beyond_the_embedding_are_refused_where_they_are_used(tiny, ratings, tmp_path):
     """The tiny model's embedding has 512 rows."""
-    source, data = tmp_path / "in", tmp_path / "data.jsonl"
-    shutil.copytree(tiny, source)
-    with_token(source, 512)
+    source = folder(shutil.copytree(tiny, tmp_path / "in"), ("<new>",))
+    data = tmp_path / "data.jsonl"
     argv = ("--max_steps=1", "--batch_size=4", "--val_interval=null")
     train(source, ratings, tmp_path / "unused", *argv)
     record = {"prompt": "a", "completion": "b <new>", "label": True}

@@ -2,18 +2,19 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import litgpt
 import numpy as np
-import pytest
+import peft
 import torch
 import transformers
+from tokens import FILES
 from torch import nn
 
 import attention
 import model
-from infra.console import BadInput
 from infra.settings import Lora
 from models import load
 from models.lora import add_adapters
@@ -68,13 +69,14 @@ def with_adapters(folder: Path, lora: Lora, dtype: torch.dtype = torch.float32) 
 
 
 def made(config, folder: Path) -> nn.Module:
-    """A model of transformers with this config and random weights, the same ones each time; it is also saved in the
-    folder."""
+    """A model of transformers with this config and random weights, the same ones each time. It is also saved in the
+    folder, beside a tokenizer of 512 tokens."""
     kind = transformers.AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(0)
         hf = shaken(kind.from_config(config, attn_implementation="eager"))
     hf.save_pretrained(folder)
+    shutil.copytree(FILES, folder, dirs_exist_ok=True)
     return hf
 
 
@@ -124,9 +126,26 @@ def load_transformers(folder: Path):
     return hf.eval()
 
 
+def load_peft(base: Path, adapter: Path) -> nn.Module:
+    """PEFT's model in float32."""
+    return peft.PeftModel.from_pretrained(load_transformers(base).float(), adapter).eval()
+
+
 @torch.no_grad()
 def their_logits(hf) -> torch.Tensor:
     return hf(input_ids=torch.tensor([IDS])).logits[0]
+
+
+def plain_logps(model, prompt, completion) -> torch.Tensor:
+    """(L, V) log-probs at the tokens of a completion, by a forward of this text alone."""
+    out = model(torch.tensor([[*prompt, *completion]]))
+    return getattr(out, "logits", out)[0].log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def plain_token_logps(model, prompt, completion) -> torch.Tensor:
+    """(L,) log-probs of the tokens of a completion."""
+    ids = torch.tensor(completion, dtype=torch.long)
+    return plain_logps(model, prompt, completion).gather(1, ids[:, None])[:, 0]
 
 
 @torch.no_grad()
@@ -196,11 +215,3 @@ def trained(gpt, batch, steps=2):
         (-gpt(batch).logps.mean()).backward()
         optimizer.step()
     return gpt
-
-
-def refused(match: str, f, *args) -> str:
-    """Check that f(*args) raises BadInput with one short line that matches. -> the line"""
-    with pytest.raises(BadInput, match=match) as e:
-        f(*args)
-    assert "\n" not in str(e.value) and len(str(e.value)) < 600, e.value
-    return str(e.value)

@@ -6,9 +6,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 
+from infra.settings import Data
 from models.hub import Source
+from records.examples import Example, load_examples
 from records.tokenizer import Tokenizer
 
 FILES = Path(__file__).parent / "parity" / "tokenizer"
@@ -35,9 +38,15 @@ def folder(path: Path, special=(), before="", after="", change=None, **config) -
     if change:
         change(t)
     t.save(str(path / "tokenizer.json"))
-    old = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(old | config))
+    edit_json(path / "tokenizer_config.json", **config)
     return path
+
+
+def edit_json(file: Path, **changes) -> dict:
+    """Change fields of a file that has one object. -> the new object"""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps(content))
+    return content
 
 
 @functools.cache
@@ -49,18 +58,20 @@ def plain() -> Tokenizer:
 @functools.cache
 def chat() -> Tokenizer:
     """The same with ChatML."""
-    special = ("<|im_start|>", "<|im_end|>")
-    with tempfile.TemporaryDirectory() as path:
-        return Tokenizer(Source(folder(Path(path), special, chat_template=CHATML)))
+    return _made(IM, chat_template=CHATML)
 
 
 @functools.cache
 def bos() -> Tokenizer:
     """Its post-processor puts <s> (512) in front, and its template writes <s> as well."""
     template = "{{ bos_token }}" + CHATML
+    return _made(("<s>",), "<s>", bos_token="<s>", chat_template=template)
+
+
+def _made(*args, **changes) -> Tokenizer:
+    """The tokenizer of a folder with these changes."""
     with tempfile.TemporaryDirectory() as path:
-        changes = dict(bos_token="<s>", chat_template=template)
-        return Tokenizer(Source(folder(Path(path), ("<s>",), "<s>", **changes)))
+        return Tokenizer(Source(folder(Path(path), *args, **changes)))
 
 
 # ---- tokenizers in the form that the models publish, over small vocabularies ---------------------
@@ -162,6 +173,12 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.hf.encode(text, add_special_tokens=False)
 
 
+def load(source, tokenizer: Tokenizer, kind="rated", max_prompt=64, max_completion=64, **limits):
+    """The examples of a file, and the counts of its table."""
+    data = Data(str(source), max_prompt=max_prompt, max_completion=max_completion, **limits)
+    return load_examples(str(source), tokenizer, kind, data)
+
+
 def write(path: Path, *records) -> str:
     """A .jsonl file of records (or of raw lines)."""
     lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
@@ -175,6 +192,12 @@ def user(text: str) -> dict:
 
 def bot(text: str) -> dict:
     return {"role": "assistant", "content": text}
+
+
+def example(prompt, *completions, label=True, **rest) -> Example:
+    """An example of these token ids."""
+    prompt, *completions = (np.array(ids, "int32") for ids in (prompt, *completions))
+    return Example(prompt, tuple(completions), label, where="made", **rest)
 
 
 def rated(prompt="p", completion="c", label=True, **more) -> dict:
