@@ -4,7 +4,7 @@ Reading order: Judged (an answer and its judgement); judged_answers; answers_of;
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from convert.layout import ANSWERS, PAIR, Layout
 from convert.messages import last_of_dialogue, split_turns, text_or_turns
@@ -17,7 +17,8 @@ from records.forms import ALIASES, PROMPTS, as_turns
 Judgement = bool | list | None
 
 
-class Judged(NamedTuple):
+@dataclass
+class Judged:
     """An answer and its judgement."""
 
     where: str
@@ -48,16 +49,16 @@ def judged_answers(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
     fields = prompt_fields(layout, raw)
     ratings = ratings_of(layout, raw, fields)
     for name, value, judgement in answers_of(layout, raw, ratings):
+        judged = Judged(where, fields)
         try:
-            prompt, answer = fields, None
             if name:
-                prompt, answer = prompt_and_answer(layout, raw, fields, name, value)
+                judged.fields, judged.answer = prompt_and_answer(layout, raw, fields, name, value)
+            judge(layout, judged, judgement)
         except Skipped as e:
             if layout.has_two_answers:  # if one of them cannot be read, both are dropped
                 raise
-            yield Judged(where, fields, reason=str(e))
-        else:
-            yield judge(layout, Judged(where, prompt, answer), judgement)
+            judged.reason = str(e)
+        yield judged
 
 
 def ratings_of(layout: Layout, raw: dict, fields: dict) -> list[Found] | None:
@@ -122,20 +123,21 @@ def prompt_and_answer(
     return fields, f"{beginning or ''}{answer}"
 
 
-def judge(layout: Layout, judged: Judged, judgement: Judgement) -> Judged:
-    """The answer with its label: the judgement, or what its ratings say. Raises BadInput."""
-    score = None
-    try:
-        if isinstance(judgement, list):
-            score = number(judgement[0]) if len(judgement) == 1 else None
+def judge(layout: Layout, judged: Judged, judgement: Judgement) -> None:
+    """Label an answer by the judgement, or by what its ratings say. Raises Skipped, BadInput."""
+    if isinstance(judgement, list):
+        if layout.kind == "paired" and len(judgement) == 1:
+            judged.score = number(judgement[0])
+        try:
             judgement = layout.labels.of(judgement)
-    except Skipped as e:
-        # a score between the cuts ranks the answer in a pair
-        is_ranked = layout.kind == "paired" and layout.labels.are_cuts and score is not None
-        return judged._replace(score=score, reason="" if is_ranked else str(e))
-    is_bad = layout.kind == "demonstrations" and judgement is False
-    reason = "down: not to be imitated" if is_bad else ""
-    return judged._replace(label=judgement, score=score, reason=reason)
+        except Skipped:
+            # a score between the cuts ranks the answer in a pair
+            if judged.score is None or not layout.labels.are_cuts:
+                raise
+            judgement = None
+    judged.label = judgement
+    if layout.kind == "demonstrations" and judgement is False:
+        judged.reason = "down: not to be imitated"
 
 
 def prompt_fields(layout: Layout, raw: dict) -> dict:

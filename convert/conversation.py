@@ -4,7 +4,7 @@ The messages are a list in their order, an object of ids and messages, a tree wi
 it answers, or all records of a file. Each becomes a Node, which knows the message that it answers. Exports hold every
 version of a turn. The prompt of a rated answer is therefore its ancestors, not the messages before it.
 
-Reading order: rated_messages, the whole way of a conversation; with_turns; nodes_of; turns_up_to.
+Reading order: rated_messages, the whole way of a conversation; nodes_of; turns_up_to.
 """
 
 import re
@@ -67,43 +67,30 @@ def rated_nodes(
         has_its_rating = columns["label"].inner or raw is None
         ratings = [x for _, x in columns["label"].all(node.raw if has_its_rating else raw)]
         judged = Judged(node.where, fields)
-        if not any(map(is_there, ratings)):
-            if role_of(layout, node.raw) != "assistant":
-                continue
-            # a record without a label withdraws an earlier one; a message without a rating says nothing
-            if "rated" not in columns or not layout.settings.repeated:
-                yield judged._replace(reason="not rated")
-                continue
-        rating_id = columns["rating_id"].one(node.raw) if "rating_id" in columns else None
-        if is_there(rating_id) and rating_id in rating_ids:
-            yield judged._replace(reason="a copy, with the rating of another answer")
-            continue
-        rating_ids.add(rating_id)
         try:
+            if not any(map(is_there, ratings)):
+                if role_of(layout, node.raw) != "assistant":
+                    continue
+                # a record without a label withdraws an earlier one; a message without a rating says nothing
+                if "rated" not in columns or not layout.settings.repeated:
+                    raise Skipped("not rated")
+            rating_id = columns["rating_id"].one(node.raw) if "rating_id" in columns else None
+            if is_there(rating_id) and rating_id in rating_ids:
+                raise Skipped("a copy, with the rating of another answer")
+            rating_ids.add(rating_id)
             # if the messages are the records of a file, no path has a leading dot
             layout.refuse_unwanted(node.raw, inner=raw is not None)
-            judged = with_turns(layout, judged, node, turns_up_to(layout, node, by_id))
+            *before, judged.answer = turns_up_to(layout, node, by_id)
+            judged.fields = {**fields, "prompt": before}
             if node.id in replies:
                 with suppress(Skipped):  # no text
-                    judged = judged._replace(next=message(layout, replies[node.id])["content"])
-            judged = judge(layout, judged, ratings)
+                    judged.next = message(layout, replies[node.id])["content"]
+            judge(layout, judged, ratings)
         except Skipped as e:
-            judged = judged._replace(reason=str(e))
+            judged.reason = str(e)
         except BadInput as e:
-            judged = judged._replace(fault=str(e))
+            judged.fault = str(e)
         yield judged
-
-
-def with_turns(layout: Layout, judged: Judged, node: Node, turns: list[dict]) -> Judged:
-    """A rated message of the assistant, with its prompt. turns: those up to this message. Raises Skipped, and BadInput
-    if the message is not the assistant's."""
-    role = turns[-1]["role"] if turns else None
-    if role != "assistant":
-        raise BadInput(f"rated: message {node.id} is not the assistant's, but {role}'s")
-    *before, answer = turns
-    if not any(turn["role"] == "user" for turn in before):
-        raise Skipped("without a question")
-    return judged._replace(fields={**judged.fields, "prompt": before}, answer=answer)
 
 
 def pointed_at(pointer: object, by_id: dict[str, Node]) -> Node:
@@ -137,23 +124,18 @@ def nodes_of(
         elif nodes and "children" not in columns:
             # without pointers to parents each message answers the one before it
             parent = nodes[-1].id
-        nodes.append(Node(name, parent_id(parent), raw, where))
+        # some exports write an id of zeros if there is no parent
+        has_parent = is_there(parent) and not re.fullmatch("0{8}[-0]*", str(parent))
+        nodes.append(Node(name, str(parent) if has_parent else None, raw, where))
         if "children" in columns:
             inner = [(where, child) for child in elements(columns["children"].one(raw))]
             nodes += nodes_of(layout, inner, name)
     return nodes
 
 
-def parent_id(parent: object) -> str | None:
-    """The id of a message's parent; None where it has none. Some exports write an id of zeros for that."""
-    if not is_there(parent) or re.fullmatch("0{8}[-0]*", str(parent)):
-        return None
-    return str(parent)
-
-
 def turns_up_to(layout: Layout, node: Node, by_id: dict[str, Node]) -> list[dict]:
-    """The turns from the first one to this one, in our form. Raises Skipped, and BadInput for a loop or a lost
-    parent."""
+    """The turns from the first one to this one, which is an answer of the assistant, in our form. Raises Skipped, and
+    BadInput for a loop, a lost parent or another role."""
     upwards = [node]
     ids = {node.id}
     while upwards[-1].parent is not None:
@@ -171,4 +153,9 @@ def turns_up_to(layout: Layout, node: Node, by_id: dict[str, Node]) -> list[dict
         # the root of some exports is no message: it has neither role nor text
         if is_there(layout.content.one(ancestor.raw)) or is_there(layout.role.one(ancestor.raw)):
             turns.append(message(layout, ancestor.raw))
+    role = turns[-1]["role"] if turns else None
+    if role != "assistant":
+        raise BadInput(f"rated: message {node.id} is not the assistant's, but {role}'s")
+    if not any(turn["role"] == "user" for turn in turns):
+        raise Skipped("without a question")
     return turns

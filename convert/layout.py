@@ -21,10 +21,8 @@ REWARDS = ("chosen_reward", "rejected_reward")
 # fields besides a prompt and its answers, in any form of record
 BESIDE = ("system", "tools", "chat_template_kwargs", "date", "cut", "spans", "weight", *REWARDS)
 # names that --columns may give, besides the fields of our records
-FOREIGN = (
-    *("a", "b", "verdict", "turn", "prefix"),
-    *("rated", "rating_id", "id", "parent", "children", "role", "content"),
-)
+FOREIGN = ("a", "b", "verdict", "turn", "prefix")
+FOREIGN += ("rated", "rating_id", "id", "parent", "children", "role", "content")
 # which columns a column needs
 TOGETHER = {
     "a": ("b", "verdict"),
@@ -92,11 +90,13 @@ class Layout:
                 "--extra: source: the place in the file has this name in our records: --columns origin=source "
                 "--extra origin"
             )
-        columns = named("--columns", settings.columns)
-        self.columns = {name: Column(path) for name, path in columns.items()}
-        self.role = self.columns.get("role", Column(".role|.from"))
-        self.content = self.columns.get("content", Column(".content|.value|.text"))
-        self.labels = Labels(settings.labels, settings.raters)
+        columns = {}
+        for name, path in named("--columns", settings.columns).items():
+            columns[name] = Column(path)
+        self.columns = columns
+        self.role = columns.get("role", Column(".role|.from"))
+        self.content = columns.get("content", Column(".content|.value|.text"))
+        self.labels = Labels(settings.labels, settings.raters, "verdict" in columns)
         self.where = []
         for path, sign, wanted in pairs_of("--where", settings.where):
             self.where.append((Column(path), sign, values_of(wanted)))
@@ -109,29 +109,22 @@ class Layout:
         self.was_marked = False  # whether a text had a mark
         self.marks = {mark.replace("\\n", "\n"): role for role, mark in marks.items()}
         # all records of a file are one tree of messages
-        self.is_tree = "id" in self.columns and "messages" not in self.columns
+        self.is_tree = "id" in columns and "messages" not in columns
         # whether a record is a conversation with ratings of its messages
-        label = self.columns.get("label")
-        has_inner_label = "messages" in self.columns and label is not None and label.inner
-        self.rates_messages = has_inner_label or "rated" in self.columns or self.is_tree
-        self._refuse_columns()
-        self._refuse_labels()
+        has_inner_label = {"messages", "label"} <= columns.keys() and columns["label"].inner
+        self.rates_messages = has_inner_label or "rated" in columns or self.is_tree
+        self.has_lists = "chosen" in columns and columns["chosen"].is_several
         # a pair, or two answers and a verdict
-        self.has_pairs = bool(columns.keys() & set(PAIR)) and not self.has_lists("chosen")
+        self.has_pairs = bool(columns.keys() & set(PAIR)) and not self.has_lists
         self.has_two_answers = self.has_pairs or "verdict" in columns
         self.makes_pairs = self.kind == "paired" or (self.kind == "rated" and self.has_pairs)
-        if settings.repeated and self.makes_pairs:
-            raise BadInput("--repeated: it is for ratings of single answers, and these are pairs")
+        self._refuse()
         if self.has_pairs:  # one of the two may have our name
-            self.columns = {name: Column(name) for name in PAIR} | self.columns
-        self.beside = {}
-        for name in (*BESIDE, *self.extra):
-            if name in self.columns and not self.columns[name].inner:
-                self.beside[name] = self.columns[name]
+            self.columns = {name: Column(name) for name in PAIR} | columns
         self._sort_fields()
 
-    def _refuse_columns(self) -> None:
-        """Raise BadInput for columns that are unknown, or do not go together."""
+    def _refuse(self) -> None:
+        """Raise BadInput for columns that are unknown, or for settings that do not go together."""
         columns = self.columns
         names = [*FOREIGN, *TEXTS, "label", *BESIDE, *ALIASES, *self.extra]
         for name in columns:
@@ -153,26 +146,15 @@ class Layout:
                 raise BadInput(
                     f"--where: {column.text}: a leading dot means messages, and none are rated here"
                 )
-
-    def _refuse_labels(self) -> None:
-        """Raise BadInput for labels that are missing, or of another kind, or of two kinds."""
-        has_verdict = "verdict" in self.columns
-        ratings = self.columns.get("label", self.columns.get("verdict"))
+        ratings = columns.get("verdict", columns.get("label"))
         # of a field that only has another name, the values may be those of our own labels
-        has_foreign_values = ratings is not None and (has_verdict or not ratings.is_name)
-        if has_foreign_values and not self.labels.wanted:
+        may_be_ours = ratings is None or ("verdict" not in columns and ratings.is_name)
+        if not may_be_ours and not self.labels.wanted:
             raise BadInput(
                 f"--labels: missing: what do the values of {ratings.text} mean? 0 may be down, no vote or a draw"
             )
-        for meaning in self.labels.wanted:
-            if isinstance(meaning, bool) == has_verdict:
-                raise BadInput(
-                    "--labels: with --columns verdict=... a, b, both and neither have values; otherwise up and down"
-                )
-
-    def has_lists(self, name: str) -> bool:
-        """Whether a column is given, and leads to several values in a record."""
-        return name in self.columns and self.columns[name].is_several
+        if self.settings.repeated and self.makes_pairs:
+            raise BadInput("--repeated: it is for ratings of single answers, and these are pairs")
 
     def _sort_fields(self) -> None:
         """Which of a record's own fields stay: all if every column is a plain name, otherwise some of ours. A field
@@ -184,18 +166,18 @@ class Layout:
         for column in columns.values():
             self.replaced |= column.names()
         self.replaced -= set(self.extra)
+        self.beside = {name: columns[name] for name in (*BESIDE, *self.extra) if name in columns}
         self.keeps_all = all(column.is_name for column in columns.values())
-        field_names = [*BESIDE, *MEDIA, *self.extra]
+        self.kept = [*BESIDE, *MEDIA, *self.extra]
         if not columns.keys() & {*PROMPTS, "messages", "id"}:  # the record's own prompt counts
-            field_names += [*PROMPTS, "question", "history"]
-        self.kept = [name for name in field_names if name not in self.replaced]
+            self.kept += [*PROMPTS, "question", "history"]
 
     def fields_beside(self, raw: dict) -> dict:
         """The fields of a record besides a prompt and its answers, and those that no column replaces."""
-        names = self.kept
-        if self.keeps_all:
-            names = [name for name in raw if name not in self.replaced]
-        fields = {name: raw[name] for name in names if name in raw}
+        fields = {}
+        for name in raw if self.keeps_all else self.kept:
+            if name in raw and name not in self.replaced:
+                fields[name] = raw[name]
         for name, column in self.beside.items():
             value = column.one(raw)
             if is_there(value):

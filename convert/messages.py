@@ -13,7 +13,7 @@ from convert.layout import Layout
 from convert.paths import opened
 from convert.values import Skipped, is_there, number
 from infra.console import BadInput
-from records.forms import ALIASES, PROMPTS, as_text, as_turns, is_message
+from records.forms import ALIASES, PROMPTS, as_answer, as_text, as_turns, is_message
 
 # kinds of parts of a message that are no part of its text; step-start is a mark of the AI SDK
 LEFT_OUT = re.compile("think|reason|tool|function|_call|step-start")
@@ -46,7 +46,7 @@ def text_or_turns(layout: Layout, name: str, value: object) -> object:
             return split_turns(layout, own_words(layout, value))
     else:
         messages = value if isinstance(value, list) else [value]
-    if messages and all(isinstance(x, dict) for x in messages):
+    if set(map(type, messages)) == {dict}:
         return [message(layout, x) for x in messages]
     return value
 
@@ -131,14 +131,14 @@ def split_turns(layout: Layout, text: object) -> object:
     longest_first = sorted(marks, key=len, reverse=True)  # a mark may begin with another one
     pattern = "|".join(map(re.escape, longest_first))
     # re.split gives the text before the first mark, and then mark, words, mark, words, ...
-    before, *parts = map(str.strip, re.split(f"({pattern})", text))
+    before, *parts = re.split(f"({pattern})", text)
+    before = before.strip()
     if not parts:
         return before
     layout.was_marked = True
-    roles = {mark.strip(): role for mark, role in marks.items()}
     turns = [{"role": "user", "content": before}] if before else []
     for mark, words in zip(parts[::2], parts[1::2]):
-        turns.append({"role": roles[mark], "content": words})
+        turns.append({"role": marks[mark], "content": words.strip()})
     if len(turns) > 1 and turns[-1] == {"role": "assistant", "content": ""}:
         turns.pop()  # a prompt that ends where the answer begins
     return turns
@@ -155,10 +155,11 @@ def last_of_dialogue(fields: dict, name: str, dialogue: list, turn: object) -> t
     prompt = fields.get(prompt_field)
     if not all(map(is_there, dialogue)):
         raise Skipped("with an empty answer")
-    if all(isinstance(x, str) for x in dialogue):
+    kinds = set(map(type, dialogue))
+    if kinds == {str}:
         dialogue = join_lists(prompt_field, prompt, dialogue)
         prompt = None  # the dialogue has it now
-    if not all(isinstance(x, dict) for x in dialogue):
+    elif kinds != {dict}:
         raise BadInput(f"{name}: expected a text, texts or messages; got {dialogue!r:.50}")
     if turn is not None:
         dialogue = dialogue[: end_of_turn(dialogue, turn)]
@@ -183,10 +184,7 @@ def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:
         raise BadInput(f"{name}: expected a list of {len(answers)} texts, as many as answers")
     messages = []
     for prompt, answer in zip(prompts, answers):
-        messages += [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": answer},
-        ]
+        messages += [{"role": "user", "content": prompt}, as_answer(answer)]
     return messages
 
 

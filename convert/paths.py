@@ -19,22 +19,16 @@ Found = tuple[tuple, object]
 
 def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
     """All values of a path: none if it does not exist, several after a star."""
-    while steps and value is not None:
-        if isinstance(value, str) and not steps[0].startswith("*;"):
-            value = opened(value)
-        if isinstance(value, dict):
-            name, rest = field_of(value, steps)
+    if not steps or value is None:
+        return [(index, value)]
+    step = steps[0]
+    if isinstance(value, str) and not step.startswith("*;"):
+        value = opened(value)
+    if isinstance(value, dict):
+        for n in range(len(steps), 0, -1):  # a field whose name has dots comes first
+            name = ".".join(steps[:n])
             if name in value:
-                value = value[name]
-                steps = rest
-                continue
-        return find_in_elements(value, steps, index)
-    return [(index, value)]
-
-
-def find_in_elements(value: object, steps: list[str], index: tuple) -> list[Found]:
-    """As `find`. The first step names no field, but elements of a list: a star, a place or `[name=value]`."""
-    step, *rest = steps
+                return find(value[name], steps[n:], index)
     inner: list[Found] = []
     if step.startswith("["):
         name, _, wanted = step[1:-1].partition("=")
@@ -43,17 +37,7 @@ def find_in_elements(value: object, steps: list[str], index: tuple) -> list[Foun
         inner = [((*index, i), x) for i, x in enumerate(elements(value, step[1:]))]
     elif isinstance(value, list) and step.removeprefix("-").isdigit():
         inner = [(index, x) for x in value[int(step) :][:1]]
-    return [found for place, element in inner for found in find(element, rest, place)]
-
-
-def field_of(value: dict, steps: list[str]) -> tuple[str, list[str]]:
-    """The field of an object in which a path continues, and the steps after it. A field whose name has dots comes
-    first."""
-    for n in range(len(steps), 1, -1):
-        name = ".".join(steps[:n])
-        if name in value:
-            return name, steps[n:]
-    return steps[0], steps[1:]
+    return [found for place, element in inner for found in find(element, steps[1:], place)]
 
 
 def opened(text: str) -> object:
@@ -83,7 +67,7 @@ def rows_with(value: object, name: str, wanted: str) -> list[dict]:
     rows = elements(value)
     if isinstance(value, dict) and name in value:
         rows = [value]
-        if isinstance(value[name], list):
+        if all(isinstance(field, list) for field in value.values()):
             rows = [dict(zip(value, row)) for row in zip(*value.values())]
     values = values_of(wanted)
     return [row for row in rows if isinstance(row, dict) and values.has(row.get(name))]

@@ -53,7 +53,7 @@ class Reader:
             for where, record in self._written(answers):
                 try:
                     understood = understand_record(record, layout.kind, layout.extra)
-                except BadInput as e:
+                except ValueError as e:  # BadInput, or a field that is given twice
                     self.faults.append(f"{where}: {e}")
                     continue
                 is_pair = len(understood.completions) == 2
@@ -145,7 +145,7 @@ class Reader:
         worst, by their scores if all have one, by their labels if not."""
         good = [judged for judged in answers if judged.label is True]
         bad = [judged for judged in answers if judged.label is False]
-        if self.layout.has_lists("chosen"):
+        if self.layout.has_lists:
             return list(zip(good, bad))
         scores = {judged.score for judged in answers}
         if None in scores:
@@ -192,8 +192,9 @@ def settled(answers: Iterable[Judged], repeated: str) -> list[Judged]:
     for group in groups.values():
         if repeated == "last":
             group.reverse()
-        result.append(group[0])
-        result += [judged._replace(reason="rated again") for judged in group[1:]]
+        for judged in group[1:]:
+            judged.reason = "rated again"
+        result += group
     return result
 
 

@@ -114,35 +114,36 @@ class Values:
         return any(test(value) for test in self.tests)
 
 
-@functools.cache
-def values_of(wanted: str) -> Values:
-    return Values(wanted)
+values_of = functools.cache(Values)
 
 
 # ---- the meaning of ratings ----------------------------------------------------------------------
 
-MEANINGS = {"up": True, "down": False} | {name: name for name in ("a", "b", "both", "neither")}
+THUMBS = {"up": True, "down": False}
+VERDICTS = {name: name for name in ("a", "b", "both", "neither")}
 
 
 class Labels:
     """The meaning of ratings: --labels, and --raters if one answer has several."""
 
-    def __init__(self, text: str | None, raters: str):
+    def __init__(self, text: str | None, raters: str, is_verdict: bool):
+        """is_verdict: the ratings compare two answers. Raises BadInput."""
         self.majority = raters == "majority"
-        # what our own label, or a verdict (a, b, both, neither), is called in the file
+        meanings = VERDICTS if is_verdict else THUMBS
+        # what our own label, or a verdict, is called in the file
         self.wanted: dict[bool | str, str] = {}
         for name, value in named("--labels", text).items():
-            if name not in MEANINGS or not value:
+            if name not in meanings or not value:
                 raise BadInput(
-                    f"--labels: {text}: expected name=name, separated by commas: {name} is none of "
-                    f"{', '.join(MEANINGS)}"
+                    f"--labels: {text}: with --columns verdict=... a, b, both and neither have values; otherwise up "
+                    "and down"
                 )
-            self.wanted[MEANINGS[name]] = value
+            self.wanted[meanings[name]] = value
         values = "|".join(self.wanted.values()).split("|")
         # a=1+0+0: several numbers, one verdict
         self.are_sums = any("+" in value for value in values)
         if len(set(values)) < len(values):
-            raise BadInput(f"--labels: {text}: expected name=name: a value is named twice")
+            raise BadInput(f"--labels: {text}: a value is named twice")
 
     def meaning(self, rating: object) -> bool | str | None:
         """Up (True), down, a, ... of one rating; None if --labels does not name it. Without --labels, of our own

@@ -109,7 +109,7 @@ BUDGETS = {
     "infra/": 13_210,  # the signs of a sick run (health.py); empty texts as values; a closed terminal
     "models/": 10_140,
     "records/": 11_435,  # data.split refuses negative shares
-    "convert/": 10_290,  # withdrawn ratings in conversations; each line at fault in a tree; settings without effect
+    "convert/": 9_965,  # withdrawn ratings in conversations; each line at fault in a tree; settings without effect
     "rate/": 2_145,
     "tests/": 94_935,  # log-probs of likeliest tokens, stop texts, 8-bit AdamW; answers that rounding changes
     "benchmarks/": 9_000,
