@@ -17,7 +17,7 @@ from infra.console import BadInput, user_error
 from infra.parse import parse_command, read_config_file
 from infra.settings import find_path, split_commas
 from preview import show_record
-from records.forms import ENCODER, as_text, understand_record
+from records.forms import as_text, parse_json, understand_record
 from records.sources import decoded_records, files_of, split_sources
 
 FORMS = Path(__file__).parent / "forms"
@@ -29,11 +29,11 @@ def main(words: list[str]) -> None:
     if settings == Conversion(settings.file, kind=settings.kind, out=settings.out):
         settings = with_fitting_form(settings)
     counts: Counter = Counter()
-    records = Reader(settings, counts).read_all()
+    lines = Reader(settings, counts).read_all()
     if settings.out:
-        write(records, settings, counts)
+        write(lines, settings, counts)
     else:
-        for record in list(records)[:3]:
+        for record in map(parse_json, list(lines)[:3]):
             show_record(record["source"], understand_record(record, settings.kind))
     print_table(settings, counts)
 
@@ -47,11 +47,12 @@ def settings_of(words: list[str]) -> Conversion:
         settings = parse_command(
             Conversion, __doc__, [*words, "--config", form_file(settings.form)]
         )
-    out = Path(settings.out or "x.jsonl")
-    files = [Path(file) for part in split_sources(settings.file) for file in files_of(part)]
-    is_the_source = out.exists() and any(file.exists() and file.samefile(out) for file in files)
-    if out.suffix != ".jsonl" or is_the_source:
-        raise BadInput(f"--out: {out}: expected another file, whose name ends in .jsonl")
+    if settings.out:
+        out = Path(settings.out)
+        files = [Path(file) for part in split_sources(settings.file) for file in files_of(part)]
+        is_the_source = out.exists() and any(x.exists() and x.samefile(out) for x in files)
+        if out.suffix != ".jsonl" or is_the_source:
+            raise BadInput(f"--out: {out}: expected another file, whose name ends in .jsonl")
     return settings
 
 
@@ -64,17 +65,16 @@ def form_file(name: str) -> str:
     return str(file)
 
 
-def write(records: Iterable[dict], settings: Conversion, counts: Counter) -> None:
-    """Write the records, so that the file is whole or not there. Raises BadInput."""
+def write(lines: Iterable[str], settings: Conversion, counts: Counter) -> None:
+    """Write the lines, so that the file is whole or not there. Raises BadInput."""
     out = Path(settings.out)
     unfinished = out.with_name(f".{out.name}.tmp")
     try:
         with user_error("--out"):
             opened = open(unfinished, "w", encoding="utf-8")
         with opened as file:
-            for record in records:
-                # a table has days, times and decimals; str is their text in ISO 8601, but for the T of a time
-                file.write(ENCODER.encode(record) + "\n")
+            for line in lines:
+                file.write(line + "\n")
             if not file.tell():
                 dropped = [f"; {n:,} {what}" for what, n in counts.items() if what != "read"]
                 raise BadInput(f"{settings.file}: no records{''.join(dropped)}")
@@ -109,7 +109,7 @@ def with_fitting_form(settings: Conversion) -> Conversion:
     if form and not settings.out:
         more = "; without it these are records of ours" if n_ours else ""
         print(f"--form {form} fits{more}", flush=True)
-        return replace(settings, form=form, **read_config_file(form_file(form)))
+        return replace(settings, **read_config_file(form_file(form)))
     if n_ours or not sample:
         return settings
     lines = [fault, "no form of convert/forms fits; say where the fields are (docs/convert.md):"]

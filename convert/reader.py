@@ -16,7 +16,7 @@ from convert.paths import Column, elements, nearest, paths_in
 from convert.values import Skipped
 from infra.console import BadInput
 from infra.settings import refuse
-from records.forms import ALIASES, understand_record
+from records.forms import ALIASES, ENCODER, refuse_half_characters, understand_record
 from records.sources import decoded_records, files_of, split_sources
 
 # a file may have none of these
@@ -38,13 +38,14 @@ class Reader:
         self.samples: list[object] = []  # a few raw records, for messages
         self.faults: list[str] = []
 
-    def read_all(self) -> Iterator[dict]:
-        """Our records of all files. Raises BadInput: see read."""
+    def read_all(self) -> Iterator[str]:
+        """Our records of all files, as lines of JSON. Raises BadInput: see read."""
         files = chain.from_iterable(map(files_of, split_sources(self.settings.file)))
         yield from self.read([decoded_records(file, self.faults, self.counts) for file in files])
 
-    def read(self, files: list[Raws]) -> Iterator[dict]:
-        """Our records of those of several files. Raises BadInput at the end, with the first twenty bad records."""
+    def read(self, files: list[Raws]) -> Iterator[str]:
+        """Our records of those of several files, as lines of JSON. Raises BadInput at the end, with the first twenty
+        bad records."""
         layout = self.layout
         all_answers = self._answers(files)
         if self.settings.repeated:
@@ -52,13 +53,14 @@ class Reader:
         for answers in all_answers:
             for where, record in self._written(answers):
                 try:
-                    understood = understand_record(record, layout.kind, layout.extra)
+                    line = line_of({**record, "source": where})
+                    understood = understand_record(record, layout.kind, layout.extra, is_whole=True)
                 except ValueError as e:  # BadInput, or a field that is given twice
                     self.faults.append(f"{where}: {e}")
                     continue
                 is_pair = len(understood.completions) == 2
                 self.counts["pairs" if is_pair else KINDS[understood.label]] += 1
-                yield {**record, "source": where}
+                yield line
         line = self.path_that_finds_nothing()
         refuse([line] if line else self.faults)
 
@@ -177,6 +179,16 @@ class Reader:
                 near = nearest(column.text, names)
                 return f"{setting}{column.text}: found in no record; there is {near}"
         return ""
+
+
+def line_of(record: dict) -> str:
+    """A record as JSON. Raises BadInput if a text has half of a character."""
+    line = ENCODER.encode(record)
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        refuse_half_characters(record)
+    return line
 
 
 # ---- one answer that is rated several times ------------------------------------------------------

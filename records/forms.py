@@ -90,23 +90,27 @@ class Record(NamedTuple):
 # ---- one record ----------------------------------------------------------------------------------
 
 
-def understand_record(record: object, kind: Kind, extra: Iterable[str] = ()) -> Record:
+def understand_record(
+    record: object, kind: Kind, extra: Iterable[str] = (), is_whole: bool = False
+) -> Record:
     """A record in our form, from any of the known forms. Raises BadInput.
 
     record: one record of a file. extra: fields that every record
-    must also have (data.extra).
+    must also have (data.extra). is_whole: the caller knows that no text has half of
+    a character.
     """
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
-    if "\\ud" in repr(record):  # so Python prints half of a character
+    if not is_whole and "\\ud" in repr(record):  # so Python prints half of a character
         refuse_half_characters(record)
     try:
         return _understand_fields(record, kind, extra)
     except Missing as e:
         # the names of the fields in the record itself
         names = [name for name, value in record.items() if value is not None]
-        advice = "python -m convert reads other forms"
-        raise BadInput(f"{e}: missing; there is {', '.join(names)}; {advice}") from None
+        raise BadInput(
+            f"{e}: missing; there is {', '.join(names)}; python -m convert reads other forms"
+        ) from None
 
 
 def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record:
@@ -127,14 +131,16 @@ def _understand_fields(record: dict, kind: Kind, extra: Iterable[str]) -> Record
     instruct = "instruction" in fields and "prompt" not in fields
     history = _earlier_turns(fields)
     system = fields.pop("system", None)
-    tools, template_kwargs = (_parsed(fields, name) for name in ("tools", "chat_template_kwargs"))
+    tools = _parsed(fields, "tools")
+    template_kwargs = _parsed(fields, "chat_template_kwargs")
     weight = _optional_number(fields, "weight", lowest=0)
     cut = as_text(fields.pop("cut", "")).lower()
     if cut not in ("true", "false", ""):
         raise BadInput(f"cut: expected true or false, got {cut!r:.50}")
-    origin = {"source", *ORIGIN} if is_place(fields.get("source")) else ORIGIN
-    for name in origin:
+    for name in ORIGIN:
         fields.pop(name, None)
+    if "source" in fields and is_place(fields["source"]):
+        del fields["source"]
     prompt, completions, label, rewards = _understand_form(fields, kind)
     if cut == "true" and len(completions) == 2:
         raise BadInput("cut: this is a pair, and cut does not say which answer was cut")
@@ -207,10 +213,7 @@ def _understand_form(
     names: tuple[str, ...]
     if kind == "paired" or (is_pair and kind == "rated"):
         names = ("chosen", "rejected")
-        rewards = (
-            _optional_number(fields, "chosen_reward"),
-            _optional_number(fields, "rejected_reward"),
-        )
+        rewards = tuple(_optional_number(fields, f"{name}_reward") for name in names)
     else:
         is_dialogue = "messages" in fields and "completion" not in fields
         names = ("messages" if is_dialogue else "completion",)
@@ -224,7 +227,8 @@ def _understand_form(
         prompt = as_turns(answers[0])[:-1]
     else:
         prompt = _prompt(fields)
-    prompts, completions = zip(*(_join(prompt, x, name) for x, name in zip(answers, names)))
+    joined = [_join(prompt, x, name) for x, name in zip(answers, names)]
+    prompts, completions = zip(*joined)
     if prompts[0] != prompts[-1]:
         raise BadInput("rejected: its turns before the last one differ from those of chosen")
     return prompts[0], list(completions), label, rewards
