@@ -40,7 +40,6 @@ import online
 from checks import check_objective
 from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, Failed
-from infra.files import read_lines
 from infra.logger import Logger
 from models import load
 from packing import pack
@@ -131,9 +130,8 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
     if name == "grpo":
         assert any(row["clipped"] for row in whole["rows"]), "or the clamp is not tested"
     elif HANDED[name][0] is online or name == "next_message":
-        at_least = (
-            3 if name == "online_dpo" else 4
-        )  # the loss of DPO begins at ln 2 in each iteration
+        # the loss of DPO begins at ln 2 in each iteration
+        at_least = 3 if name == "online_dpo" else 4
         assert len({row["loss"] for row in whole["rows"]}) >= at_least, "it learns from something"
     else:
         assert whole["rows"][-1]["loss"] < whole["rows"][0]["loss"], "it learns"
@@ -143,22 +141,8 @@ def test_an_algorithm_from_outside_trains_resumes_and_shards(
     assert_same(train_example(name, tiny, data, out, *argv, "--resume=auto"), whole)
     two = (name, tiny, data, tmp_path / "fsdp", "--strategy=fsdp", *argv)
     run, _ = ranks(2, lambda rank: train_example(*two))
-    iteration = 1
     for a, b in zip(numbers(run), numbers(whole), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
-        iteration += a["epoch"] == 1
-        # on some machines rounding changes a token that is sampled later, and with it the next rows
-        if rated_answers(tmp_path / "fsdp", iteration) != rated_answers(
-            tmp_path / "whole", iteration
-        ):
-            break
-
-
-def rated_answers(out: Path, iteration: int) -> list[tuple]:
-    """The answers that a run of online.py has learned from in an iteration; none in a run of another program."""
-    file = out / "iterations" / f"rated-{iteration}.jsonl"
-    examples = [record["example"] for record in read_lines(file)]
-    return [(example["completions"], example["label"]) for example in examples]
 
 
 def run(clone: Path, folder: Path, command: str) -> tuple[int, str, str]:
