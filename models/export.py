@@ -1,9 +1,9 @@
 """How a model is written: as a Hugging Face folder, in the types of its source, with a card. (PEFT's
 adapters: lora.py.)"""
 
+import codecs
 import contextlib
 import re
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from functools import reduce
@@ -134,7 +134,7 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     _write_weights(source, rows, weights, out, types, seed)
     for file in source.files:
-        shutil.copyfile(file, out / file.name)
+        copy_text(file, out / file.name)
     _say_type_in_config(out / "config.json", set(types.values()))
     for name, text in notes.items():
         (out / name).write_text(text)
@@ -196,6 +196,11 @@ def _trained_weights(
         group[name] = x
     weights.clear()
     return trained | revert_weight_conversion(shell, joined)
+
+
+def copy_text(file: Path, copy: Path) -> None:
+    """Copy a file without its byte order mark, which would begin every prompt if the file is a chat template."""
+    copy.write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
 
 
 def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | None = None) -> None:

@@ -69,7 +69,7 @@ class ChatTemplate:
         record = self.asked(record)
         with user_error("date", record.date):
             macro = define_date(record.date)
-        template = macro + self.hf.get_chat_template(tools=record.tools)
+        template = macro + template_of(self.hf, record.tools)
         return partial(
             self.hf.apply_chat_template,
             tools=record.tools,
@@ -141,6 +141,11 @@ class ChatTemplate:
                 raise LeftOut(f"{text.role}: the chat template {fault} its {what}")
             has_lost_reasoning = True
         return has_lost_reasoning
+
+
+def template_of(hf: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> str:
+    """The chat template for dialogues with these tools, without the byte order mark that some editors write."""
+    return hf.get_chat_template(tools=tools).removeprefix("\ufeff")
 
 
 def define_date(date: str | None) -> str:

@@ -19,7 +19,7 @@ from infra.console import BadInput, say, user_error
 from infra.settings import IdleRule, find_path, read_text, refuse_unless, split_commas
 from models.hub import Source, read_json
 from records.forms import Record, as_turns
-from records.template import MARK, ChatTemplate
+from records.template import MARK, ChatTemplate, template_of
 
 
 class Tokenizer:
@@ -55,7 +55,7 @@ class Tokenizer:
             if file := find_path(chat_template) if chat_template else source.chat_template:
                 self.hf.chat_template = read_text(file)
             # a model may have several, by name: the one that is for dialogues without tools
-            self.template = self.hf.chat_template and self.hf.get_chat_template()
+            self.template = self.hf.chat_template and template_of(self.hf)
         with user_error("data.date", date):
             self.chat = ChatTemplate(self.hf, date, template_kwargs(chat_template_kwargs))
         stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]

@@ -205,6 +205,7 @@ def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(rea
 RECORD = rated([user("Hi")], [bot("Ho")])
 TEXT_FILES = {  # a text file -> its content, and the options that name it
     "own.jinja": (tokens.CHATML, "--chat_template"),
+    "model/chat_template.jinja": (tokens.CHATML, ""),
     "data.yaml": ("data:\n  max_prompt: 100\n", "--config"),
     "lines.json": (f"{json.dumps(RECORD)}\n" * 2, "--val"),
 }
@@ -216,7 +217,9 @@ def test_a_byte_order_mark_before_a_text_file_changes_nothing(name, tiny, tmp_pa
     model = shutil.copytree(tiny, tmp_path / "model")
     (model / "chat_template.jinja").write_text(tokens.CHATML)
     content, option = TEXT_FILES[name]
-    argv = [write(tmp_path / "train.jsonl", RECORD), "--model", model, option, tmp_path / name]
+    argv = [write(tmp_path / "train.jsonl", RECORD), "--model", model]
+    if option:
+        argv += [option, tmp_path / name]
     said = []
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / name).write_text(content, encoding=encoding)
