@@ -7,6 +7,7 @@ as a default say how a resume treats the field. parse.py reads settings from fil
 import dataclasses
 import json
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -196,6 +197,10 @@ class Sampling:
         refuse_unless(
             "" not in self.stop,
             f"stop: {self.stop}: an empty text would end each answer after its first token",
+        )
+        refuse_unless(
+            not any(re.match(r"\\[nrt](?![a-z])", text) for text in self.stop),
+            f"stop: {self.stop}: a backslash and a letter is no line break; use double quotes",
         )
 
 

@@ -371,7 +371,7 @@ def test_the_table_counts_what_may_be_a_mistake(tmp_path):
     records = [dialogue, *(rated([user(p)], [bot(c)]) for p, c in texts)]
     _, counts = load(write(tmp_path / "d.jsonl", *records), chat())
     found = {what: n for what, n in counts.items() if n and what.startswith("with ")}
-    signs = {f"with {mark!r} in a text": 1, r"with '\r' in a text": 2}
+    signs = {f"with {mark!r} in a text": 1, "with line ends of Windows in a text": 2}
     assert found == signs | {"with an empty completion": 1}
 
 

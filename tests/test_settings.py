@@ -126,6 +126,7 @@ WRONG = {  # option -> what is said
     "--lora.rank=2 --lora.quantize=nf4 --strategy=fsdp": "lora.quantize: nf4 does not work with strategy fsdp; use ddp",
     "--eval.stop=x": "eval.stop: expected list, got x",
     "--eval.stop=['x','']": "stop: ['x', '']: an empty text would end each answer after its first token",
+    r"--eval.stop=['\nB:']": r"stop: ['\\nB:']: a backslash and a letter is no line break; use double quotes",
     "--out_dir=s3://bucket/x": "out_dir: expected LocalPath or null, got s3://bucket/x",
     "--strategy=x": "strategy: expected auto or ddp or fsdp, got x",
     "--kto=x": "kto: no such setting",
