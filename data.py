@@ -39,9 +39,9 @@ def step_examples(
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # The number of an epoch seeds its order, so no two epochs of a run may have the same number. An iteration
-            # numbers its epochs from plan.begin on. It has at least as many steps as epochs, so the next iteration
-            # begins with a larger number.
+            # The epoch's number seeds its order, so it must be new in the run. The epochs of an iteration have the
+            # numbers plan.begin, plan.begin + 1, ... Each has at least one step, so all numbers are below plan.end,
+            # where the next iteration begins.
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
@@ -53,7 +53,7 @@ def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int)
     if cfg.data.shuffle:
         order = shuffled(len(examples), epoch, cfg.seed)
     if cfg.data.group_by_prompt:
-        # Equal prompts come next to each other, and so into the same step, which computes each prompt once.
+        # Equal prompts come next to each other, and so mostly into the same step, which computes each prompt once.
         groups = prompt_groups([examples[j].prompt for j in order])
         order = [order[k] for group in groups for k in group]
     return order
@@ -129,8 +129,8 @@ class Step:
         prompts = [e.prompt for e in examples]
         for number, same_prompt in enumerate(prompt_groups(prompts)):
             self.group[same_prompt] = number
-        # (n,) the indices of the examples that have a mismatched pair. With a boolean mask the host would wait for the
-        # GPU.
+        # (n,) the indices of the examples that have a mismatched pair. (A boolean mask would make the host wait for the
+        # GPU.)
         with_pair = [i for i, ids in enumerate(mismatched_completions or []) if ids is not None]
         self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
         # None: the step has no mismatched pairs
@@ -144,8 +144,8 @@ class Step:
                 any_completion if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        # L, the tokens of the step's longest completion. All micro-batches have the same L. With another number of
-        # zeros at its end, a sum over L could round differently.
+        # L, the tokens of the step's longest completion. All micro-batches have the same L. Otherwise the split would
+        # change how many zeros follow a completion, and so how a sum over L rounds.
         completions = [e.completions for e in examples]
         lengths = map(len, chain(*completions, self.mismatched_completions or []))
         self.longest = max(lengths, default=0)

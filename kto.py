@@ -10,8 +10,8 @@ short file that passes the changed parts to `main`, as the files in examples/ do
 The log-ratio of a completion, r = log policy - log reference, says how much more probable the completion has become.
 The loss compares r with z, an estimate of KL(policy || reference) in nats. The KL is the mean r of answers that are
 sampled from the policy. Sampling takes time, so the paper takes mismatched pairs instead: prompts with the completions
-of other prompts. z is the mean r of the step's mismatched pairs. Their completions are not samples of the policy, so
-z is only a rough estimate. It can be negative, which a KL never is. It is then clamped to 0.
+of other prompts. z is the mean r of the step's mismatched pairs, or 0 if this mean is negative, because a KL never is.
+The completions of the pairs are not samples of the policy, so z is only a rough estimate.
 
 Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py. objective.py
 has the other methods that an algorithm may override, such as make_z and after_step.
@@ -19,8 +19,8 @@ has the other methods that an algorithm may override, such as make_z and after_s
 Differences from the paper and from other implementations:
 - z is one number for all examples of an optimizer step, made from all micro-batches and devices.
 - A mismatched pair never has a completion of its own prompt.
-- Before the first step the run computes the r of a few examples. Policy and reference are equal then, so every r must
-  be exactly 0. (This is not checked if --reference names another model.)
+- Before the first step the run checks that policy and reference are equal: the r of a few examples must be exactly 0.
+  (This is not checked if --reference names another model.)
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example (here 1), n mismatched pairs.
 """
@@ -84,7 +84,7 @@ class KTO(Objective):
     def __init__(self, args: KTOSettings):
         self.args = args
 
-    # Not set in __init__: a subclass may replace them by plain attributes, in its class or in its own __init__.
+    # Cached properties, because a subclass may simply write average_logps = True, in its class or in its __init__.
 
     @cached_property
     def average_logps(self) -> bool:
@@ -118,7 +118,7 @@ class KTO(Objective):
         nll_B = -logp_B
         if self.average_logps:
             nll_B = nll_B / batch.length[:, 0]
-        # The loop averages over all G examples. This factor turns the mean into one over the desirable examples.
+        # The loop divides the sum of the losses by G, but this loss is a mean over the desirable examples.
         scale = batch.step.size / max(1, batch.step.n_desirable)
         sft_loss_B = torch.where(batch.label, nll_B, 0) * scale
         loss_B = preference_loss_B + args.sft_loss_weight * sft_loss_B
@@ -157,9 +157,8 @@ class KTO(Objective):
         }
         inputs = ("logratio", "logp", "desirable")  # used above, but not logged
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
-        if (
-            chosen is None and "sft_loss" in means
-        ):  # no mean over the desirable examples: an empty cell
+        # Without desirable examples the cell is empty. (The loss of a subclass may have no such column.)
+        if chosen is None and "sft_loss" in means:
             means["sft_loss"] = None
         return join_columns(means, row)
 

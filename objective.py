@@ -36,8 +36,8 @@ class Z(NamedTuple):
 class Objective:
     """An algorithm. Only `loss` must be defined.
 
-    A subclass sets the attributes below in its class or in __init__. They must not change during a fit, because a
-    second thread reads them. It packs the next step while a step runs."""
+    A subclass sets the attributes below in its class or in __init__. They must not change during a fit, because the
+    thread that packs the next step reads them, too."""
 
     record_kind = "rated"
     """The kind of records that it learns from: rated, paired, demonstrations or prompts."""
@@ -49,8 +49,8 @@ class Objective:
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     top_k = 0
     """For distillation. If k > 0, log-probs are (B, K, L, 1 + k). At each position the first one belongs to the
-    completion's own token. The other k belong to the k most probable tokens of the reference. An objective with top_k
-    needs by_token and a reference, and has no mismatched pairs."""
+    completion's own token. The other k belong to the k most probable tokens of the reference, by which both models are
+    scored. An objective with top_k needs by_token and a reference, and has no mismatched pairs."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
@@ -74,9 +74,9 @@ class Objective:
         product as the column `loss`. Validation calls this method too.
 
         A step may be split into micro-batches in any way. Therefore the loss of an example must not depend on the other
-        examples of its micro-batch. Take sums over the whole step from batch.step. The start check catches most
-        violations: it computes the losses of a few examples in one micro-batch and again one by one, and compares
-        them."""
+        examples of its micro-batch: no mean over B. batch.step has numbers of the whole step, such as size, n_desirable
+        and reward, but no log-probs. Before the first step the losses of a few examples are computed in one micro-batch
+        and again one by one. They must be equal."""
         raise NotImplementedError
 
     def reduce_tokens(
@@ -99,10 +99,10 @@ class Objective:
         The default takes the completion of the next example that has another prompt and another completion. It runs
         in the thread that packs the next step.
 
-        An override runs in the main thread at the start of its step, so it may use what after_step has changed. All
-        ranks use the result of rank 0. The override is also called for validation, for the test split and in the start
-        check. With the setting reference_cache it is called for every step before training, too, and must return the
-        same completions again."""
+        An override runs in the main thread at the start of its step, and all ranks use the result of rank 0. It may use
+        what after_step has changed, unless reference_cache is set: then it is also called for all steps before the
+        training, and must return the same completions both times. It is also called for validation, for the test split
+        and before the first step."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
@@ -114,7 +114,7 @@ class Objective:
         self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
     ) -> torch.Tensor:
         """The log-ratio r = log policy - log reference, in nats. Loss, z and rewards are computed from log-ratios. With
-        average_logps all three tensors are (B, K)."""
+        average_logps all three tensors must be (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / length_BK if self.average_logps else r
 
@@ -199,7 +199,6 @@ class PreferenceSettings:
     beta: PositiveFloat = 0.1
     """Strength of the pull back to the reference. A larger beta keeps the policy closer to it."""
     average_logps: bool = False
-    """Divide each log-ratio by the number of its tokens, also in z. The same for the log-likelihood that
-    sft_loss_weight weights."""
+    """Divide each log-ratio by the number of its tokens, also in z, and the log-likelihood of the SFT loss."""
     sft_loss_weight: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of the desirable (chosen) completions."""
+    """Weight of the SFT loss: the negative log-likelihood of the desirable (chosen) completions."""

@@ -114,9 +114,10 @@ def split_bundles(bundles: list[list[int]], sizes: list[int], budget: Budget) ->
 
     Every rank gets exactly equally many parts: fillers replace the missing ones. If the budget counts tokens, every
     rank also gets about equally many tokens. If it counts examples, ranks take the bundles in turn, in the step's
-    order: `balanced` does so if all bundles are equally much work."""
+    order."""
     parts_of_ranks = []
     keeps_order = not budget.counts_tokens
+    # with equal work `balanced` gives the bundles in turn
     work = [1] * len(bundles) if keeps_order else sizes
     for numbers_of_rank in balanced(work, budget.ranks):
         parts = []
@@ -396,9 +397,7 @@ def attention_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
     n_keys_J = np.array([len(s.place) for s in sequences])
     n_completion_J = np.array([len(s.completion_place) for s in sequences])
     n_queries_J = np.where([s.branch == 1 for s in sequences], n_keys_J, n_completion_J)
-    if (
-        not n_completion_J.any()
-    ):  # n_queries_J is made before this change: it has queries of prompts
+    if not n_completion_J.any():
         n_completion_J[0] = 1  # see PackedBatch.completion_M
     key_I = np.concatenate([s.place for s in sequences])
     return dict(

@@ -52,9 +52,9 @@ class Trainer:
         """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ended the run before its last
         step. A signal during a validation raises Interrupted instead.
 
-        By default the examples are data.train, and the plan has all steps of the run. spin.py and online.py train in
-        iterations. They call `fit` once for each, with a plan of the steps plan.begin + 1 to plan.end. plan.total is
-        the last step of the whole run (class Plan in infra/optimizer.py)."""
+        A run has the steps 1 to plan.total. By default one call makes them all, from data.train. spin.py and online.py
+        train in iterations, each with other examples: one call for each, with a plan of the steps plan.begin + 1 to
+        plan.end (class Plan in infra/optimizer.py)."""
         run = self.run
         assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
@@ -65,14 +65,14 @@ class Trainer:
             self.train_step(step, micro_batches, plan)
             step_number = run.state.step
             val_is_due = is_due(step_number, run.cfg.val_interval, plan)
-            # a validation also asks the checker, if it is due
+            # validate asks the checker only if the checker is due
             if val_is_due or evaluation.checker_is_due(run, plan):
                 evaluation.validate(self, plan)
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
             if save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
             if run.objective.needs_reference:
-                # three times in a run: a line if its numbers look sick
+                # three times in a run: a line if its log-ratios or its gradient look wrong
                 run.logger.health(step_number, plan, len(run.examples["val"]))
             reason = run.stop.reason or ("stop_at" if step_number == run.cfg.stop_at else "")
             if reason and step_number < plan.total:
@@ -317,8 +317,8 @@ class Trainer:
         """The columns of all examples, the same on all ranks. columns_G has those of this rank, and 0 for the examples
         of other ranks. Their sum over ranks has all."""
         run = self.run
-        # All ranks take rank 0's order of the columns: a fork may make them from a set. It is broadcast once for each
-        # kind of step, because a broadcast makes the host wait.
+        # All ranks need one order of the columns, and take rank 0's. A broadcast makes the host wait, so there is one
+        # for each kind of step only.
         kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
@@ -395,10 +395,10 @@ class Trainer:
         """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        # After reference_step policy and reference are equal. It is 0, or the step before an iteration.
+        # The policy has become the reference after reference_step, which is 0 or the last step before an iteration.
         if run.state.step == run.reference_step:
             checks.check_start(self, examples)
-        # A released reference has been freed, because its cache already has all log-probs of the run.
+        # A reference is released, and no longer in memory, once its cache has all log-probs of the run.
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         # unvalidated: the run had been stopped during the validation of this step
