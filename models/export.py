@@ -51,9 +51,8 @@ def is_rounded(source: Source, cfg: RunSettings) -> bool:
 def _say_type_in_config(file: Path, types: set[torch.dtype]) -> None:
     """Correct the types that config.json says, also of a text or a vision model within it. types: of the weights. A
     type that no weight has becomes one that has all numbers of all weights."""
-    names = [
-        str(dtype).removeprefix("torch.") for dtype in (reduce(torch.promote_types, types), *types)
-    ]
+    widest = reduce(torch.promote_types, types)
+    names = [str(dtype).removeprefix("torch.") for dtype in (widest, *types)]
 
     def correct(said: re.Match) -> str:
         return said[0] if said[2] in names else f'{said[1]}"{names[0]}"'

@@ -60,10 +60,7 @@ class Ratings:
             old = thumbs.get(key)
             if label is None:
                 thumbs.pop(key, None)
-            elif not old or (old.record.label, old.record.spans) != (
-                label,
-                record.spans,
-            ):
+            elif not old or (old.record.label, old.record.spans) != (label, record.spans):
                 thumbs[key] = Thumb(line, record)
             write_whole(self.file, as_lines([x.line for x in thumbs.values()]))
 

@@ -276,10 +276,11 @@ def token_label(
                 0 <= start < end <= len(text),
                 f"spans: the text has {len(text)} characters, and no part from {start} to {end}",
             )
+            label = 1 if read_label(dict(span)) else -1
             for i, (begin, after) in enumerate(pairwise(places)):
                 # a token without a piece is a part of the next character
                 if begin < end and max(after, begin + 1) > start:
-                    labels[i] = 1 if read_label(dict(span)) else -1
+                    labels[i] = label
     return labels
 
 
