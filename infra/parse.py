@@ -84,11 +84,15 @@ def parse_command(
 
 def build(cls: type, parsed: Mapping[str, object]) -> typing.Any:
     """An object of a class of settings, with Python's own types instead of jsonargparse's restricted ones. These are
-    subclasses, and not every library takes a subclass: Fabric takes a number of GPUs only as an int."""
+    subclasses, and not every library takes a subclass: Fabric takes a number of GPUs only as an int. Raises
+    BadInput."""
     values = {}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
-            values[name] = build(kind, parsed[name])
+            try:
+                values[name] = build(kind, parsed[name])
+            except BadInput as e:  # by its __post_init__, which does not know the name of the group
+                raise BadInput(f"{name}.{e}") from None
         else:
             values[name] = json.loads(json.dumps(parsed[name]))  # as plain types
     return cls(**values)

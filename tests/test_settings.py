@@ -125,8 +125,8 @@ WRONG = {  # option -> what is said
     "--precision=bf16-true": "precision: bf16-true loses AdamW's updates in full fine-tuning (a step of 1e-6 moves no weight of 0.02); use bf16-mixed, or LoRA",  # noqa: E501
     "--lora.rank=2 --lora.quantize=nf4 --strategy=fsdp": "lora.quantize: nf4 does not work with strategy fsdp; use ddp",
     "--eval.stop=x": "eval.stop: expected list, got x",
-    "--eval.stop=['x','']": "stop: ['x', '']: an empty text would end each answer after its first token",
-    r"--eval.stop=['\nB:']": r"stop: ['\\nB:']: a backslash and a letter is no line break; use double quotes",
+    "--eval.stop=['x','']": "eval.stop: ['x', '']: an empty text would end each answer after its first token",
+    r"--eval.stop=['\nB:']": r"eval.stop: ['\\nB:']: a backslash and a letter is no line break; use double quotes",
     "--out_dir=s3://bucket/x": "out_dir: expected LocalPath or null, got s3://bucket/x",
     "--strategy=x": "strategy: expected auto or ddp or fsdp, got x",
     "--kto=x": "kto: no such setting",
