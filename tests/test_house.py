@@ -106,7 +106,7 @@ BUDGETS = {
     "spin.py": 1_125,
     "sweep.py": 640,  # a program that does not exist is one line
     "trainer.py": 2_765,  # the reference names the tokens of Objective.top_k
-    "infra/": 13_250,  # the group of a refused setting; the signs of a sick run (health.py); empty texts as values; a closed terminal
+    "infra/": 13_250,  # signs of a sick run (health.py); empty texts; a closed terminal; the group of a setting
     "models/": 10_175,  # a name for the widest type
     "records/": 11_480,  # data.split refuses negative shares; the label of a marked part is read once
     "convert/": 9_965,  # withdrawn ratings in conversations; each line at fault in a tree; settings without effect
