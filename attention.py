@@ -23,7 +23,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from packing import PackedBatch
@@ -54,9 +54,9 @@ class PromptCache:
 
     def __init__(self, batch: PackedBatch):
         self.batch = batch
-        self.keys: dict[Layer, torch.Tensor] = {}
-        self.values: dict[Layer, torch.Tensor] = {}
-        self.hidden: torch.Tensor | None = None
+        self.keys: dict[Layer, Tensor] = {}
+        self.values: dict[Layer, Tensor] = {}
+        self.hidden: Tensor | None = None
 
 
 class PackedAttention:
@@ -74,13 +74,11 @@ class PackedAttention:
         self.kept = PromptCache(batch) if keeps_prompts else None
         self.bins_of_window: dict[int | None, list[Bin]] = {}
 
-    def queries(self, x_N: torch.Tensor) -> torch.Tensor:
+    def queries(self, x_N: Tensor) -> Tensor:
         """The part of x_N that belongs to the Q queries."""
         return x_N if self.prompts is None else x_N[self.batch.completion_M]
 
-    def attend(
-        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (1, H, Q, D), k and v (1, key heads, Q, D) -> (1, H, Q, D)."""
         if self.kept is not None:
             # setdefault: a block that activation checkpointing runs again must not replace what was kept
@@ -93,7 +91,7 @@ class PackedAttention:
             return self.flash(layer, q, k, v)
         return self.tiled(layer, q, k, v)
 
-    def last_hidden(self, h_QC: torch.Tensor) -> torch.Tensor:
+    def last_hidden(self, h_QC: Tensor) -> Tensor:
         """The last hidden states of the Q queries -> those of all N tokens."""
         if self.kept is not None:
             self.kept.hidden = h_QC.detach()
@@ -101,7 +99,7 @@ class PackedAttention:
             return self.after_prompts(self.prompts.hidden, h_QC, 0)
         return h_QC
 
-    def after_prompts(self, x_prompts: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def after_prompts(self, x_prompts: Tensor, x: Tensor, dim: int) -> Tensor:
         """x_prompts of all tokens of the earlier forward's batch, and x of this forward's queries -> x of all N
         tokens, along dimension `dim`."""
         shape = list(x.shape)
@@ -111,9 +109,7 @@ class PackedAttention:
         prompt = x_prompts.index_select(dim, self.prompts.batch.prompt_P)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
 
-    def flash(
-        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def flash(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One call of flash attention for all sequences (see packing.PackedBatch)."""
         batch = self.batch
         # (tokens, heads, D)
@@ -135,9 +131,7 @@ class PackedAttention:
         out = varlen_attn(q, k, v, query_start_S, batch.key_start_S, *most, **options)
         return out.transpose(0, 1)[None]
 
-    def tiled(
-        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def tiled(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention where flash attention does not fit: tile by tile."""
         if layer.window not in self.bins_of_window:
             self.bins_of_window[layer.window] = self.bins(layer.window)
@@ -191,7 +185,7 @@ class PackedAttention:
             first_token += n_keys
         return bins
 
-    def mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    def mask(self, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
         """(queries, keys), True: attend. Both are given as numbers of tokens in the row."""
         batch = self.batch
         i = queries[:, None]
@@ -230,7 +224,7 @@ class Tile(NamedTuple):
 
     n_queries: int
     n_keys: int
-    mask: torch.Tensor | None  # (n_queries, n_keys), True: attend; None: plain causal attention
+    mask: Tensor | None  # (n_queries, n_keys), True: attend; None: plain causal attention
 
 
 class Bin(NamedTuple):
@@ -266,13 +260,13 @@ class GatherKeys(torch.autograd.Function):
     plain indexing would sort key_I again in each layer."""
 
     @staticmethod
-    def forward(ctx: Any, x_N: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    def forward(ctx: Any, x_N: Tensor, batch: PackedBatch) -> Tensor:
         ctx.batch = batch
         return x_N.index_select(0, batch.key_I)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_I: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad_I: Tensor) -> tuple[Tensor, None]:
         batch = ctx.batch
         dtype = grad_I.dtype
         grad_I = grad_I.index_select(0, batch.key_order_I)
@@ -284,7 +278,7 @@ class GatherKeys(torch.autograd.Function):
         return grad_N.to(dtype), None
 
 
-def flash_fits(layer: Layer, q: torch.Tensor, v: torch.Tensor) -> bool:
+def flash_fits(layer: Layer, q: Tensor, v: Tensor) -> bool:
     """Whether torch's flash attention can compute this layer: on an Ampere GPU or later, in bfloat16 or float16, with
     a head size of up to 256 that is a multiple of 8 (one size for queries, keys and values), without softcap, and
     with a torch whose varlen_attn takes scale and window_size (2.11)."""
@@ -298,9 +292,7 @@ def flash_fits(layer: Layer, q: torch.Tensor, v: torch.Tensor) -> bool:
     return D <= 256 and D % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
-def sdpa(
-    layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
+def sdpa(layer: Layer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of q (R, heads, queries, D) to k and v (R, key heads, keys, D) -> (R, heads, queries, D).
 
     mask: boolean, True: attend; or numbers to add to the scores; None: plain causal.

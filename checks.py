@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from data import Step
@@ -240,11 +241,11 @@ def check_state_dict(objective: Objective) -> dict:
 
 def as_python(x: Any) -> Any:
     """A number of torch or numpy, also one in a tensor or array, as Python's own; all else as it is."""
-    n = x.numel() if isinstance(x, torch.Tensor) else getattr(x, "size", None)
+    n = x.numel() if isinstance(x, Tensor) else getattr(x, "size", None)
     return x.item() if n == 1 else x
 
 
-def check_z(z: torch.Tensor, step: Step) -> None:
+def check_z(z: Tensor, step: Step) -> None:
     """Refuse what an objective's make_z returned, unless it is one number, or one for each example."""
     if z.shape not in ((), (step.size,)):
         raise BadInput(
@@ -252,7 +253,7 @@ def check_z(z: torch.Tensor, step: Step) -> None:
         )
 
 
-def check_loss(given: object, B: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def check_loss(given: object, B: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses and columns that an objective's loss has returned for a micro-batch. Refuse losses or columns
     that are not one number an example: a mean, for one, would silently scale the gradient."""
     with user_error("loss", "expected the losses and {column: numbers}"):
@@ -292,7 +293,7 @@ def check_row(row: object) -> dict[str, float | None]:
 
 def check_finite(
     step: Step,
-    loss_G: torch.Tensor,
+    loss_G: Tensor,
     z: Z,
     grad_norm: float,
     step_number: int,
@@ -356,7 +357,7 @@ def check_start(loop: "Trainer", examples: list[Example]) -> None:
     say(f"step {run.state.step}: {agree}{nats:.2f} nats a token (text: usually -1 to -4)")
 
 
-def check_same(logps: list[torch.Tensor], ref_logps: list[torch.Tensor], step_number: int) -> None:
+def check_same(logps: list[Tensor], ref_logps: list[Tensor], step_number: int) -> None:
     """Raise Failed unless policy and reference give the same log-probs, to the bit."""
     r = [policy - reference for policy, reference in zip(logps, ref_logps)]
     largest = torch.cat(r, dim=1).abs().max().item()
@@ -377,7 +378,7 @@ def check_mixing(
     part: Part,
     scores: Scores,
     needs_reference: bool,
-    micro_batch_loss: Callable[..., tuple[torch.Tensor, dict]],
+    micro_batch_loss: Callable[..., tuple[Tensor, dict]],
 ) -> None:
     """Refuse a loss of an example that depends on the other examples of its micro-batch: another split
     would then give another gradient. Therefore the losses of a few examples with given scores
@@ -392,7 +393,7 @@ def check_mixing(
         ref_logps[0] = scores.logps[0]
     z_G = scores.logps.new_zeros(step.size)
 
-    def losses_of(rows: slice) -> torch.Tensor:
+    def losses_of(rows: slice) -> Tensor:
         micro = step.micro_batch(Part(part.indices[rows])).to(device)
         # copies, because a loss may change its arguments in place
         logps = scores.logps[rows].clone()

@@ -15,6 +15,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from infra.console import BadInput
 from infra.devices import to_device
@@ -157,11 +158,11 @@ class Step:
         for name in ("label", "reward", "weight", "group", "mismatched_index"):
             setattr(self, name, to_device(getattr(self, name), device))
 
-    def zeros(self) -> torch.Tensor:
+    def zeros(self) -> Tensor:
         """(G,) zeros, into which micro-batches write the numbers of their examples (MicroBatch.put)."""
         return torch.zeros(self.size, dtype=torch.float64, device=self.label.device)
 
-    def extra(self, name: str) -> torch.Tensor | list[str]:
+    def extra(self, name: str) -> Tensor | list[str]:
         """A field of the records, one of those in the setting data.extra: (G,) numbers, or a list of texts. Raises
         BadInput."""
         if not all(name in e.extra for e in self.examples):
@@ -194,13 +195,13 @@ class MicroBatch:
     step: Step
     """The whole step. A loss takes sums over examples from here."""
     part: Part
-    index_B: torch.Tensor
+    index_B: Tensor
     """part.indices as a tensor."""
     packed: PackedBatch
     """The prompts with the examples' own completions, as the models read them."""
     mismatched: PackedBatch | None
     """The same prompts with their mismatched completions, on the CPU. None if the step has no mismatched pairs."""
-    outputs: torch.Tensor | None = None
+    outputs: Tensor | None = None
     """(B, K, L, ...) outputs of the objective's module, with 0 beyond the end of a completion. None without a
     module."""
 
@@ -209,12 +210,12 @@ class MicroBatch:
         return [self.step.examples[i] for i in self.part.indices]
 
     @property
-    def label(self) -> torch.Tensor:
+    def label(self) -> Tensor:
         """(B,) bool, True: desirable."""
         return self.step.label[self.index_B]
 
     @property
-    def token_label(self) -> torch.Tensor:
+    def token_label(self) -> Tensor:
         """(B, L) 1 at the tokens that the record's `spans` mark as good, -1 at those that they mark as bad, 0 at all
         other tokens."""
         unmarked = [0] * self.step.longest  # each row is filled up to L
@@ -222,22 +223,22 @@ class MicroBatch:
         return to_device(torch.tensor(rows), self.index_B.device)
 
     @property
-    def reward(self) -> torch.Tensor:
+    def reward(self) -> Tensor:
         """(B,) graded rewards (see graded_reward)."""
         return self.step.reward[self.index_B]
 
     @property
-    def group(self) -> torch.Tensor:
+    def group(self) -> Tensor:
         """(B,) which of the step's distinct prompts the example has. Examples with the same number have the same
         prompt."""
         return self.step.group[self.index_B]
 
     @property
-    def length(self) -> torch.Tensor:
+    def length(self) -> Tensor:
         """(B, K) tokens of each completion."""
         return self.packed.length_BK
 
-    def extra(self, name: str) -> torch.Tensor | list[str]:
+    def extra(self, name: str) -> Tensor | list[str]:
         """A field of the records, one of those in the setting data.extra: (B,) numbers, or a list of texts. Raises
         BadInput."""
         values = self.step.extra(name)
@@ -245,7 +246,7 @@ class MicroBatch:
             return [values[i] for i in self.part.indices]
         return values[self.index_B]
 
-    def put(self, x_B: torch.Tensor, x_G: torch.Tensor) -> None:
+    def put(self, x_B: Tensor, x_G: Tensor) -> None:
         """Write the numbers of these examples into x_G, which has those of the whole step. A filler writes nothing."""
         if not self.part.filler:
             x_G[self.index_B] = x_B.to(x_G.dtype)

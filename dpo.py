@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from data import MicroBatch
@@ -35,27 +36,27 @@ from trainer import Trainer
 # chosen completion minus that of the rejected one. Only RPO uses d.
 
 
-def dpo_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
+def dpo_loss(h_B: Tensor, d_B: Tensor, args: "DPOSettings") -> Tensor:
     return -logsigmoid(args.beta * h_B)
 
 
-def ipo_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
+def ipo_loss(h_B: Tensor, d_B: Tensor, args: "DPOSettings") -> Tensor:
     return (h_B - 1 / (2 * args.beta)) ** 2  # Azar et al. 2023, eq. 17
 
 
-def rpo_sq_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
+def rpo_sq_loss(h_B: Tensor, d_B: Tensor, args: "DPOSettings") -> Tensor:
     return (args.beta * h_B - args.gt_reward_scale * d_B) ** 2
 
 
-def rpo_bwd_kl_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
+def rpo_bwd_kl_loss(h_B: Tensor, d_B: Tensor, args: "DPOSettings") -> Tensor:
     return bernoulli_kl(args.gt_reward_scale * d_B, args.beta * h_B)
 
 
-def rpo_fwd_kl_loss(h_B: torch.Tensor, d_B: torch.Tensor, args: "DPOSettings") -> torch.Tensor:
+def rpo_fwd_kl_loss(h_B: Tensor, d_B: Tensor, args: "DPOSettings") -> Tensor:
     return bernoulli_kl(args.beta * h_B, args.gt_reward_scale * d_B)
 
 
-def bernoulli_kl(p_logit: torch.Tensor, q_logit: torch.Tensor) -> torch.Tensor:
+def bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
     """KL(Bernoulli(sigmoid(p)) || Bernoulli(sigmoid(q))). Every log is a logsigmoid, which stays finite if a sigmoid
     rounds to 1."""
     p = torch.sigmoid(p_logit)
@@ -112,7 +113,7 @@ class DPO(Objective):
     def average_logps(self) -> bool:
         return self.args.average_logps
 
-    def true_margin(self, examples: list[Example]) -> torch.Tensor:
+    def true_margin(self, examples: list[Example]) -> Tensor:
         """d (B,), from the rewards of the records. A record without rewards has those of the settings."""
         margins = []
         for example in examples:
@@ -124,11 +125,11 @@ class DPO(Objective):
 
     def loss(
         self,
-        logps: torch.Tensor,
-        ref_logps: torch.Tensor | None,
+        logps: Tensor,
+        ref_logps: Tensor | None,
         batch: MicroBatch,
-        z_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        z_B: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         args = self.args
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
@@ -148,7 +149,7 @@ class DPO(Objective):
             "logps/rejected": logps[:, 1],
         }
 
-    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
+    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
         h_G = columns["h"]
         means = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])

@@ -6,6 +6,7 @@ Shape letters: T targets (of a call, of a chunk, or of a block within it), C wid
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from infra.devices import multiplies_bfloat16
 
@@ -24,7 +25,7 @@ GPU_ROWS = 1024
 GPU_SAVED = 2**29
 
 
-def autocast(x: torch.Tensor) -> torch.Tensor:
+def autocast(x: Tensor) -> Tensor:
     """x in the type of autocast's products, if autocast is on. This is for products that autocast does not cast, such
     as those of Head."""
     device = x.device.type
@@ -33,7 +34,7 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def logp_of(logits_TV: torch.Tensor, target_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def logp_of(logits_TV: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets, (T,) or (T, n), and (T, V) of all tokens. At least float32."""
     if logits_TV.dtype != torch.float64:
         # in bfloat16 the small differences between policy and reference would be lost
@@ -73,9 +74,7 @@ class Chunks(NamedTuple):
         return cls(size, n_saved, softmax, is_gpu, entropy)
 
 
-def entropy_of(
-    logits_TV: torch.Tensor, p_TV: torch.Tensor, target_T: torch.Tensor, logp_T: torch.Tensor
-) -> torch.Tensor:
+def entropy_of(logits_TV: Tensor, p_TV: Tensor, target_T: Tensor, logp_T: Tensor) -> Tensor:
     """Entropy (T,) in nats of the distributions p_TV, the softmax of these logits. The logsumexp of the logits is a
     target's logit minus its log-prob logp_T. May change the logits in place."""
     logits_TV = logits_TV.to(p_TV.dtype)
@@ -100,12 +99,12 @@ class Head(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        h_TC: torch.Tensor,
-        w_VC: torch.Tensor,
-        target_T: torch.Tensor,
+        h_TC: Tensor,
+        w_VC: Tensor,
+        target_T: Tensor,
         cap: float | None,
         chunks: Chunks,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """cap: softcap of the logits, or None."""
         frozen = not ctx.needs_input_grad[1]
         ctx.sum_dtype = h_TC.dtype
@@ -142,7 +141,7 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g_T: torch.Tensor, _: None) -> tuple:
+    def backward(ctx: Any, g_T: Tensor, _: None) -> tuple:
         """g_T: gradient of the loss by the log-probs. The entropy has none."""
         h_TC, w_VC, target_T = ctx.saved_tensors
         nll_g_T1 = -g_T[:, None]  # the gradient of the loss by -logp
@@ -168,13 +167,13 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def chunk(
-        h_TC: torch.Tensor,
-        w_VC: torch.Tensor,
-        target_T: torch.Tensor,
+        h_TC: Tensor,
+        w_VC: Tensor,
+        target_T: Tensor,
         cap: float | None,
         chunks: Chunks,
         need_grad: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs (T,) of the targets, the entropy (T,) or None, and the gradient (T, V) of -logp by the logits:
         softmax - one-hot, times the softcap's derivative. The gradient is None unless need_grad."""
         logits_TV = h_TC @ w_VC.T
@@ -202,7 +201,7 @@ class Head(torch.autograd.Function):
         return torch.cat(logps), entropy, nll_grad_TV
 
 
-def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b, added up in the dtype of `out`."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)

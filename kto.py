@@ -32,6 +32,7 @@ from typing import Literal
 
 import torch
 from jsonargparse.typing import NonNegativeFloat
+from torch import Tensor
 
 from data import MicroBatch
 from evaluation import Checker
@@ -65,9 +66,7 @@ class Settings(RunSettings):
     kto: KTOSettings = KTOSettings()
 
 
-def kto_loss(
-    logratio_B: torch.Tensor, z_B: torch.Tensor, desirable_B: torch.Tensor, args: KTOSettings
-) -> torch.Tensor:
+def kto_loss(logratio_B: Tensor, z_B: Tensor, desirable_B: Tensor, args: KTOSettings) -> Tensor:
     """The loss of the paper, lambda_y - v(x, y), for each example. lambda_y is the weight of the example's label. For
     thumbs up the loss tends to 0 as the log-ratio rises above z, and to lambda_y as it falls below z. For thumbs down
     it is the other way round.
@@ -105,11 +104,11 @@ class KTO(Objective):
 
     def loss(
         self,
-        logps: torch.Tensor,
-        ref_logps: torch.Tensor | None,
+        logps: Tensor,
+        ref_logps: Tensor | None,
         batch: MicroBatch,
-        z_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        z_B: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         args = self.args
         # log-probs are (B, K), and a rated example has one completion, so K is 1
         logp_B = logps[:, 0]
@@ -130,7 +129,7 @@ class KTO(Objective):
             "desirable": batch.label,
         }
 
-    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
+    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
         desirable_G = columns["desirable"].bool()
         logratio_G = columns["logratio"]
         logp_G = columns["logp"]
@@ -176,7 +175,7 @@ def z_columns(z: Z) -> dict:
     }
 
 
-def auc(x: torch.Tensor, is_high: torch.Tensor) -> float:
+def auc(x: Tensor, is_high: Tensor) -> float:
     """The probability that a number drawn from x[is_high] exceeds a number drawn from x[~is_high]. A tie counts one
     half. Both tensors are 1-D, and neither selection may be empty."""
     high = x[is_high]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import litgpt
 import litgpt.model
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 class Scores(NamedTuple):
     """The results of a forward on a PackedBatch."""
 
-    logps: torch.Tensor
+    logps: Tensor
     """Log-probs of the completions in nats, float64 for a float64 model, else float32: (B, K) sums,
     or (B, K, L) by token, 0 beyond a completion's end. (B, K, L, n) if n tokens are scored at each place."""
-    outputs: torch.Tensor | None = None
+    outputs: Tensor | None = None
     """(B, K, L, ...): outputs of the objective's module at each token; None without a module."""
-    entropy: torch.Tensor | None = None
+    entropy: Tensor | None = None
     """(B, K), if the caller wants it: the entropy of the next-token distribution in nats, summed over the tokens of a
     completion. Without gradient."""
     prompts: PromptCache | None = None
     """Keys, values and hidden states of the prompts, if the caller asked for them."""
-    targets: torch.Tensor | None = None
+    targets: Tensor | None = None
     """The ids of the scored tokens: (T,), or (T, 1 + k) with the k most probable tokens at each place."""
 
 
@@ -69,7 +69,7 @@ class Packed(nn.Module):
         by_token: bool = False,
         entropy: bool = False,
         top_k: int = 0,
-    ) -> Scores | torch.Tensor:
+    ) -> Scores | Tensor:
         """PackedBatch -> Scores. prompts: of an earlier forward; then completions alone are computed.
         keeps_prompts: return this forward's prompts in the scores. by_token: log-probs of each token
         (B, K, L), not of completions (B, K). entropy: return the distributions' entropy, too. top_k: score the k most
@@ -99,7 +99,7 @@ class Packed(nn.Module):
         entropy_BK = x.sums(entropy_T) if entropy else None
         return Scores(logps, outputs, entropy_BK, attention.kept, targets)
 
-    def _module_outputs(self, h_TC: torch.Tensor) -> torch.Tensor:
+    def _module_outputs(self, h_TC: Tensor) -> Tensor:
         """The objective's module applied to the hidden states: (T, ...), at least in float32. Raises
         Failed where the module does not return one output a token."""
         with torch.autocast(h_TC.device.type, enabled=False):
@@ -109,15 +109,15 @@ class Packed(nn.Module):
             raise Failed(f"make_module: {expected}, not {tuple(out_T.shape)}")
         return out_T
 
-    def run_block(self, block: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
+    def run_block(self, block: Callable[..., Tensor], *inputs: object) -> Tensor:
         """block(*inputs), or the same under activation checkpointing."""
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
 
     def logp(
-        self, h_TC: torch.Tensor, target_T: torch.Tensor, entropy: bool, top_k: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        self, h_TC: Tensor, target_T: Tensor, entropy: bool, top_k: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probs of the targets (T,) or (T, n), chunk by chunk: the (T, V) logits never exist together. And the
         entropy (T,), or None. And the ids of the targets: if top_k, the k most probable tokens are targets, too."""
         chunks = Chunks.of(h_TC.device.type, self.config.padded_vocab_size, entropy)
@@ -126,7 +126,7 @@ class Packed(nn.Module):
             weight_VC = self.lm_head.weight
             return *Head.apply(autocast(h_TC), weight_VC, target_T, cap, chunks), target_T
 
-        def chunk_logp(h_TC: torch.Tensor, target_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def chunk_logp(h_TC: Tensor, target_T: Tensor) -> tuple[Tensor, ...]:
             logits_TV = self.head(h_TC)
             if top_k:
                 likeliest_Tk = logits_TV.topk(top_k).indices
@@ -145,7 +145,7 @@ class Packed(nn.Module):
         results = [checkpoint(chunk_logp, *part, use_reentrant=False) for part in parts]
         return tuple(torch.cat(of_chunks) for of_chunks in zip(*results))
 
-    def head(self, h: torch.Tensor) -> torch.Tensor:
+    def head(self, h: Tensor) -> Tensor:
         """Hidden states (..., C) -> logits (..., V), softcapped if the model's config says so."""
         logits = self.lm_head(h)
         cap = self.config.final_logit_softcapping
@@ -245,10 +245,10 @@ class GPT(Packed):
 
     def hidden(
         self,
-        token_RQ: torch.Tensor,
-        position_RQ: torch.Tensor,
+        token_RQ: Tensor,
+        position_RQ: Tensor,
         attention: "PackedAttention | KVCache",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """-> last hidden states (R, Q, C)."""
         x_RQC = self.transformer.wte(token_RQ)
         if "wpe" in self.transformer:
@@ -275,11 +275,11 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x_RQC: torch.Tensor,
-        cos_RQD: torch.Tensor,
-        sin_RQD: torch.Tensor,
+        x_RQC: Tensor,
+        cos_RQD: Tensor,
+        sin_RQD: Tensor,
         attention: "PackedAttention | KVCache",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         # autocast: once here, else each linear layer that reads the norm would cast the norm again
         y_RQC = self.attn(autocast(self.norm_1(x_RQC)), cos_RQD, sin_RQD, attention)
         x_RQC = x_RQC + y_RQC
@@ -315,11 +315,11 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_RQC: torch.Tensor,
-        cos_RQD: torch.Tensor,
-        sin_RQD: torch.Tensor,
+        x_RQC: Tensor,
+        cos_RQD: Tensor,
+        sin_RQD: Tensor,
         attention: "PackedAttention | KVCache",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """-> (R, Q, C). The cosines and sines are those of the tokens' positions."""
         heads = self.qkv(x_RQC).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         q, k, v = heads.split([self.n_head, self.n_keys, self.n_keys], dim=1)  # (R, heads, Q, D)
@@ -345,7 +345,7 @@ class Norm(nn.Module):
         if config.norm_class_name == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """-> a tensor of x's shape and dtype."""
         size = self.weight.shape
         # the kernels want x and weight in one dtype
@@ -361,5 +361,5 @@ class Norm(nn.Module):
 class GatedMLP(litgpt.model.LLaMAMLP):
     """The Llama shape's MLP."""
 
-    def forward(self, x_RQC: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RQC: Tensor) -> Tensor:
         return self.proj(SwiGLU.apply(self.fc_1(x_RQC), self.fc_2(x_RQC)))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+from torch import Tensor
 
 from data import MicroBatch, Step, next_mismatched_completions
 from infra.console import BadInput
@@ -26,10 +27,10 @@ from records.examples import Example
 class Z(NamedTuple):
     """The z of a step, and the log-ratios from which it was computed. Both tensors are the same on all ranks."""
 
-    z_G: torch.Tensor
+    z_G: Tensor
     """(G,) z of each example, in nats. The numbers are all equal unless `Objective.make_z` returns one per example.
     kto.py logs their mean as `kl`, the name that other libraries use."""
-    mismatched_logratio_n: torch.Tensor
+    mismatched_logratio_n: Tensor
     """(n,) the log-ratios of the mismatched pairs, in nats."""
 
 
@@ -61,11 +62,11 @@ class Objective:
 
     def loss(
         self,
-        logps: torch.Tensor,
-        ref_logps: torch.Tensor | None,
+        logps: Tensor,
+        ref_logps: Tensor | None,
         batch: MicroBatch,
-        z_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        z_B: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss (B,) of each example, not their mean, and {column: (B,)}. `metrics` gets the columns of
         all examples of the step.
 
@@ -80,8 +81,8 @@ class Objective:
         raise NotImplementedError
 
     def reduce_tokens(
-        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, logps: Tensor, ref_logps: Tensor | None, length_BK: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Turns the models' log-probs into what `loss` and `logratio` receive, for the loss and for z. The default is
         the identity.
 
@@ -105,20 +106,18 @@ class Objective:
         and before the first step."""
         return next_mismatched_completions(examples)
 
-    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
+    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
         """A row of metrics.csv or val.csv: {name: number, or None for an empty cell}. columns: {name: (G,) float64}, of
         all examples of the step, on the CPU."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
-    def logratio(
-        self, logps: torch.Tensor, ref_logps: torch.Tensor | None, length_BK: torch.Tensor
-    ) -> torch.Tensor:
+    def logratio(self, logps: Tensor, ref_logps: Tensor | None, length_BK: Tensor) -> Tensor:
         """The log-ratio r = log policy - log reference, in nats. Loss, z and rewards are computed from log-ratios. With
         average_logps all three tensors must be (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / length_BK if self.average_logps else r
 
-    def make_z(self, logratio_n: torch.Tensor, step: Step) -> torch.Tensor | float:
+    def make_z(self, logratio_n: Tensor, step: Step) -> Tensor | float:
         """z of a step, from the log-ratios (n,) of its mismatched pairs. The default is their mean, clamped to at least
         0, as an estimate of a KL divergence. Clamping each log-ratio instead would make z too large.
 
@@ -128,7 +127,7 @@ class Objective:
         z = logratio_n.mean() if len(logratio_n) else logratio_n.new_zeros(())
         return z.clamp(min=0)
 
-    def after_step(self, step: Step, columns: dict[str, torch.Tensor], z: Z) -> None:
+    def after_step(self, step: Step, columns: dict[str, Tensor], z: Z) -> None:
         """Update state that the objective keeps from step to step. Called once in each training step, before the
         weights change. Never called in validation.
 
@@ -163,17 +162,17 @@ class Objective:
 # ---- columns and rows ----------------------------------------------------------------------------
 
 
-def mean(x: torch.Tensor) -> float | None:
+def mean(x: Tensor) -> float | None:
     """The mean of a 1-D tensor, or None, an empty cell, if the tensor is empty."""
     return x.mean().item() if len(x) else None
 
 
-def share_above_0(x: torch.Tensor) -> float | None:
+def share_above_0(x: Tensor) -> float | None:
     """The share of numbers above 0. A 0 counts one half."""
     return mean((x > 0).double() + 0.5 * (x == 0))
 
 
-def on_cpu(columns: dict[str, torch.Tensor], z: Z) -> tuple[dict[str, torch.Tensor], Z]:
+def on_cpu(columns: dict[str, Tensor], z: Z) -> tuple[dict[str, Tensor], Z]:
     """Copies of columns and z on the CPU."""
     *copies, z_G, mismatched_logratio_n = copied_to_cpu([*columns.values(), *z])
     return dict(zip(columns, copies)), Z(z_G, mismatched_logratio_n)

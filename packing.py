@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from infra.devices import to_device
@@ -190,42 +191,42 @@ class PackedBatch(NamedTuple):
     Index tensors are int64, as torch requires. The three fields that end in _S are int32, as flash attention requires.
     """
 
-    token_N: torch.Tensor
-    position_N: torch.Tensor
+    token_N: Tensor
+    position_N: Tensor
     # the token's prompt, 0 ... U - 1; for a token of a completion, the prompt of the completion
-    prompt_N: torch.Tensor
+    prompt_N: Tensor
     # 0 for a token of a prompt; k for a token of the prompt's completion number k, counted from 1
-    branch_N: torch.Tensor
+    branch_N: Tensor
     # the index of the input token that predicts the target
-    source_T: torch.Tensor
+    source_T: Tensor
     # the target's token id
-    target_T: torch.Tensor
+    target_T: Tensor
     # the index of the sequence that contains the target
-    sequence_T: torch.Tensor
+    sequence_T: Tensor
     # the number of tokens of each completion
-    length_BK: torch.Tensor
+    length_BK: Tensor
     # the index of the completion's sequence
-    sequence_BK: torch.Tensor
+    sequence_BK: Tensor
     # the index of the completion's first target
-    first_target_BK: torch.Tensor
+    first_target_BK: Tensor
     # the indices of the input tokens of prompts
-    prompt_P: torch.Tensor
+    prompt_P: Tensor
     # The indices of the input tokens of completions. If every completion has one token, no completion has an input
     # token. Then completion_M is [0], because the layers need at least one query.
-    completion_M: torch.Tensor
+    completion_M: Tensor
     # the indices of the input tokens that are keys, one sequence after the other; 0 ... N - 1 if no prompt is shared
-    key_I: torch.Tensor
+    key_I: Tensor
     # For attention.GatherKeys: a token of a shared prompt is in key_I several times, and the backward adds up the
     # gradients of these copies. key_order_I sorts the copies by token. key_order_start_N, (N + 1,), has the offset of
     # each token's copies.
-    key_order_I: torch.Tensor
-    key_order_start_N: torch.Tensor
+    key_order_I: Tensor
+    key_order_start_N: Tensor
     # the offset of each sequence's queries (torch's cu_seq_q)
-    query_start_S: torch.Tensor
+    query_start_S: Tensor
     # the same if only completions are queries
-    completion_query_start_S: torch.Tensor
+    completion_query_start_S: Tensor
     # the offset of each sequence's keys (torch's cu_seq_k)
-    key_start_S: torch.Tensor
+    key_start_S: Tensor
     # for each of the U prompts: how many input tokens it has, then how many each of its completions has
     segment_sizes: tuple[tuple[int, ...], ...]
     # (B,) the token ids of each example: its prompt and its K completions
@@ -250,11 +251,11 @@ class PackedBatch(NamedTuple):
         tensors = {
             name: to_device(x, device)
             for name, x in self._asdict().items()
-            if isinstance(x, torch.Tensor)
+            if isinstance(x, Tensor)
         }
         return self._replace(**tensors)
 
-    def sums(self, x_T: torch.Tensor) -> torch.Tensor:
+    def sums(self, x_T: Tensor) -> Tensor:
         """(B, K) sums over the tokens of each completion. x_T: a number for each target."""
         sums = x_T.new_zeros(self.length_BK.numel())
         if x_T.is_cuda:
@@ -265,7 +266,7 @@ class PackedBatch(NamedTuple):
             sums = sums.index_add(0, self.sequence_T, x_T)
         return sums[self.sequence_BK]
 
-    def tokens_of_completions(self, x_T: torch.Tensor) -> torch.Tensor:
+    def tokens_of_completions(self, x_T: Tensor) -> Tensor:
         """Rearrange x_T, (T, ...), to (B, K, L, ...), with 0 beyond the end of a completion."""
         offset_L = torch.arange(self.longest, device=x_T.device)
         is_token = offset_L < self.length_BK[..., None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
 
 from data import step_examples
 from infra.console import BadInput, progress, rank, say, user_error
@@ -48,7 +48,7 @@ class FrozenModel:
         return self.model.unique_parameters()
 
     def set_weights(
-        self, weights: dict[str, torch.Tensor] | None, share: float = 1.0, seed: int = 0
+        self, weights: dict[str, Tensor] | None, share: float = 1.0, seed: int = 0
     ) -> None:
         """Take these weights, or move towards them by a share. A collective (devices.set_weights)."""
         set_weights(self.model, weights, share, seed)
@@ -71,7 +71,7 @@ class AdaptersOff:
         """The weights that the policy does not hold: none."""
         return {}
 
-    def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Put weights by their plain names into the policy's base; its adapters stay. A collective."""
         names = self.policy.module.unique_parameters()
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})

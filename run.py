@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricOptimizer
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from checks import (
@@ -159,9 +159,7 @@ class Run:
             self.reference.set_weights(weights, share, seed)
         self.state.reference_has_moved = True
 
-    def merged_weights(
-        self, dtype: torch.dtype | None = None, seed: int = 0
-    ) -> dict[str, torch.Tensor]:
+    def merged_weights(self, dtype: torch.dtype | None = None, seed: int = 0) -> dict[str, Tensor]:
         """The policy's weights by their plain names, whole, with adapters merged in and without the objective's module;
         if the policy is sharded, only rank 0 has their values. dtype, seed: of the rounding of merged weights (see
         lora.merged_weights). A collective."""

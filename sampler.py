@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from attention import Layer, PackedAttention, sdpa
@@ -35,7 +36,7 @@ CPU_MEMORY = 64e9  # bytes; keys and values may have an eighth of them
 # ---- one token ----------------------------------------------------------------------------------
 
 
-def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> torch.Tensor:
+def choose_token(logits_BV: Tensor, u_B: Tensor, args: Sampling) -> Tensor:
     """The next token (B,) of each row: the likeliest at temperature 0, else the first whose cumulative probability is
     above u times the total. u is the row's uniform number, below 1, so such a token exists."""
     if args.temperature == 0:
@@ -49,7 +50,7 @@ def choose_token(logits_BV: torch.Tensor, u_B: torch.Tensor, args: Sampling) -> 
     return (cdf_BV <= u_B[:, None] * cdf_BV[:, -1:]).sum(-1)
 
 
-def cumsum(p_BV: torch.Tensor) -> torch.Tensor:
+def cumsum(p_BV: Tensor) -> Tensor:
     """Cumulative sums of probabilities along the vocabulary.
 
     On a GPU sums of floats differ from call to call in their last bits. In a --deterministic run the probabilities
@@ -145,7 +146,7 @@ def sample_batch(
     fabric: Fabric,
     policy: torch.nn.Module,
     prompts: Sequence[np.ndarray],
-    u_BY: torch.Tensor,
+    u_BY: Tensor,
     tokenizer: Tokenizer,
     args: Sampling,
     slots: int,
@@ -257,7 +258,7 @@ class KVCache:
         sequence_I = torch.repeat_interleave(batch.key_start_S.diff(), output_size=len(batch.key_I))
         self.row_of_token = batch.sequence_BK[:, 0].argsort()[sequence_I]
 
-    def at(self, token_B: torch.Tensor, position_B: torch.Tensor, longest: int) -> None:
+    def at(self, token_B: Tensor, position_B: Tensor, longest: int) -> None:
         """Set the tokens of the next forward. `longest` is the largest of their positions."""
         self.token_RQ = token_B[:, None]
         self.position_RQ = position_B[:, None]
@@ -287,9 +288,7 @@ class KVCache:
         row_before = dict(zip(gaps, movers))
         return [row_before.get(row, row) for row in range(n)]
 
-    def attend(
-        self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (R, H, Q, D), k and v (R, key heads, Q, D) -> (R, H, Q, D). Fills the slots of k and v."""
         shape = len(self.row_B), k.shape[1], self.slots
         if layer not in self.tensors:
@@ -306,7 +305,7 @@ class KVCache:
         out = sdpa(layer, grouped, k, v, self.mask(layer.window, q.dtype))
         return out.reshape(*q.shape[:3], v.shape[3])
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(B, 1, 1, length), added to the scores: 0 for the slots that the current tokens see, else -inf.
 
         The mask is made once a forward: from a boolean mask each layer would make these numbers again. Its rows begin

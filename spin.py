@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
 
 from data import MicroBatch, shuffled
 from dpo import DPO, DPOSettings
@@ -97,11 +98,11 @@ class SPIN(DPO):
 
     def loss(
         self,
-        logps: torch.Tensor,
-        ref_logps: torch.Tensor | None,
+        logps: Tensor,
+        ref_logps: Tensor | None,
         batch: MicroBatch,
-        z_B: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        z_B: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if logps.shape[1] == 1:  # validation
             return -logps[:, 0] / batch.length[:, 0], {}
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
@@ -110,7 +111,7 @@ class SPIN(DPO):
         columns["h"] = columns["h"].masked_fill(to_device(is_tie, logps.device), 0)
         return loss_B, columns
 
-    def metrics(self, columns: dict[str, torch.Tensor], z: Z) -> dict:
+    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
         kind = DPO if "h" in columns else Objective  # validation has no h
         return kind.metrics(self, columns, z)
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import checks
 import evaluation
@@ -36,7 +37,7 @@ from records.examples import Example
 from reference import precompute
 from run import Run
 
-Columns = dict[str, torch.Tensor]  # column -> (B,) numbers of a micro-batch, or (G,) of a step
+Columns = dict[str, Tensor]  # column -> (B,) numbers of a micro-batch, or (G,) of a step
 
 
 class Trainer:
@@ -198,7 +199,7 @@ class Trainer:
     def no_gradient_pass(
         self,
         micro: MicroBatch,
-        mismatched_logratio_G: torch.Tensor,
+        mismatched_logratio_G: Tensor,
         prompts: PromptCache | None = None,
     ) -> Scores:
         """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the scores of the
@@ -220,7 +221,7 @@ class Trainer:
         return ref_scores._replace(prompts=None)  # frees the cached prompts
 
     @torch.no_grad()
-    def z_of_step(self, step: Step, mismatched_logratio_G: torch.Tensor) -> Z:
+    def z_of_step(self, step: Step, mismatched_logratio_G: Tensor) -> Z:
         """z from the log-ratios of the mismatched pairs of all ranks. mismatched_logratio_G: those of this rank, and 0
         for the examples of other ranks."""
         all_reduce(mismatched_logratio_G)  # the sum has the log-ratios of all ranks
@@ -266,7 +267,7 @@ class Trainer:
         self,
         micro: MicroBatch,
         scores: Scores,
-        ref_logps: torch.Tensor | None,
+        ref_logps: Tensor | None,
         z: Z,
         columns_G: Columns,
     ) -> None:
@@ -287,9 +288,9 @@ class Trainer:
         self,
         micro: MicroBatch,
         scores: Scores,
-        ref_logps: torch.Tensor | None,
-        z_G: torch.Tensor,
-    ) -> tuple[torch.Tensor, Columns]:
+        ref_logps: Tensor | None,
+        z_G: Tensor,
+    ) -> tuple[Tensor, Columns]:
         """The losses (B,) of a micro-batch, multiplied by the weights of the records, and its columns. ref_logps: the
         reference's log-probs of the own completions."""
         objective = self.run.objective
@@ -350,7 +351,7 @@ class Trainer:
         run.optimizer.zero_grad()
         return groups[0]["lr"]
 
-    def loop_row(self, step: Step, entropy_G: torch.Tensor, plan: Plan) -> dict[str, float]:
+    def loop_row(self, step: Step, entropy_G: Tensor, plan: Plan) -> dict[str, float]:
         """The loop's own columns of metrics.csv."""
         run = self.run
         # entropy_G has means per example. Weighted by token counts they give the mean per token.

@@ -6,8 +6,7 @@ Only the loss gets the outputs of a module, so the loss takes z from the head. `
 mismatched pair, the target of the head. metrics get the head's z instead.
 """
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kto
 from infra.console import run_cli
@@ -16,7 +15,7 @@ FIT = 0.001  # weight of the head's loss: its gradient is clipped together with 
 
 
 class Head(nn.Linear):
-    def forward(self, h_TC: torch.Tensor) -> torch.Tensor:
+    def forward(self, h_TC: Tensor) -> Tensor:
         """(T, C) -> (T, 1). The head learns from the policy's states and does not change them."""
         # a step of AdamW has the size of the learning rate, so the output moves ten times as fast
         return 10 * super().forward(h_TC.detach())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 import online
@@ -102,7 +103,7 @@ class RewardModel:
                 advance()
         return scores
 
-    def encode(self, answer: Answer) -> torch.Tensor:
+    def encode(self, answer: Answer) -> Tensor:
         """The token ids (1, N) of the dialogue with this answer."""
         turns = json.loads(answer.fields["dialogue"])
         completion = {"role": "assistant", "content": answer.completion}

@@ -34,6 +34,7 @@ import lightning
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -266,7 +267,7 @@ def save_checkpoint(run: "Run") -> None:
     for p, moments in run.optimizer.optimizer.state.items():
         for moment, x in moments.items():
             name = f"{moment}|{name_of[p]}"
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, Tensor):
                 # 8-bit AdamW has one table for all weights, and safetensors refuses shared memory
                 tensors[name] = x.clone() if moment in ("qmap1", "qmap2") else x
             else:
@@ -331,8 +332,8 @@ def read_settings(folder: Path) -> dict:
 
 def read_tensors(
     folder: Path,
-    place: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor | None],
-) -> dict[str, torch.Tensor]:
+    place: Callable[[str, str, torch.Size, torch.dtype], Tensor | None],
+) -> dict[str, Tensor]:
     """Read tensors of a checkpoint, and return them by `kind|name`. place(kind, name, size, dtype) returns the tensor
     to read into. It returns None if this tensor is not wanted. A rank reads the shards that it holds. Any number of
     ranks may have written them."""
@@ -353,7 +354,7 @@ def load_checkpoint(run: "Run", folder: Path) -> None:
     moments = run.optimizer.optimizer.state
     rank = str(run.fabric.global_rank)
 
-    def place(kind: str, name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    def place(kind: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if kind == "random":  # a rank that has no saved state keeps its present one
             return torch.empty(size, dtype=dtype) if name == rank else None
         p = run.reference.own_weights()[name] if kind == "reference" else params[name]

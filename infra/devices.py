@@ -22,6 +22,7 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -251,7 +252,7 @@ def end_with(first: int) -> None:
 # ---- collectives ---------------------------------------------------------------------------------
 
 
-def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+def all_reduce(x: Tensor, op: str = "sum") -> Tensor:
     """Reduce x over all ranks in place, by op (sum, max or min). Unlike Fabric's all_reduce it does not wait for the
     device."""
     if torch.distributed.is_initialized():
@@ -284,7 +285,7 @@ def on_rank_0(fabric: Fabric, work: Callable[[], Any]) -> Any:
 # ---- tensors on devices --------------------------------------------------------------------------
 
 
-def copied_to_cpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def copied_to_cpu(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of tensors on the CPU. All numbers are copied as one float64 tensor, so the host waits for the device
     once. float64 holds every float32 number and every bool exactly."""
     numbers = torch.cat([x.detach().double().flatten() for x in tensors]).cpu()
@@ -292,14 +293,14 @@ def copied_to_cpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors)]
 
 
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """x on a device, by an asynchronous copy."""
     if device.type == "cuda" and not x.is_cuda:
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
-def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def place_like(x: Tensor, like: Tensor) -> Tensor:
     """The full tensor x on the device of `like`, sharded if `like` is sharded. Sharding is a collective that takes the
     values of rank 0."""
     x = x.to(like.device)
@@ -308,12 +309,12 @@ def place_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def local_part(x: torch.Tensor) -> torch.Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def gather_tensor(x: torch.Tensor) -> torch.Tensor:
+def gather_tensor(x: Tensor) -> Tensor:
     """The full tensor on the CPU. A collective if x is sharded."""
     full = x.full_tensor() if isinstance(x, DTensor) else x
     return full.detach().cpu()
@@ -336,9 +337,7 @@ def set_weights(
             part.copy_(new if share == 1 else moved(part, new, share, seed, name))
 
 
-def moved(
-    x: torch.Tensor, target: torch.Tensor, share: float, seed: int, name: str
-) -> torch.Tensor:
+def moved(x: Tensor, target: Tensor, share: float, seed: int, name: str) -> Tensor:
     """x, moved by a share towards the target, in the dtype of x. seed, name: see round_at_random."""
     wide = torch.promote_types(x.dtype, torch.float32)
     exact = x.to(wide).lerp(target.to(wide), share)

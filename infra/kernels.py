@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class RMSNorm(torch.autograd.Function):
@@ -11,14 +11,14 @@ class RMSNorm(torch.autograd.Function):
     kernel; on a CPU torch has none for the backward, which is the formula then."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, inverse_rms = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
         try:
@@ -43,21 +43,19 @@ class Rotation(torch.autograd.Function):
     The backward of autograd would also negate, join and copy halves of heads."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos_RQD: Tensor, sin_RQD: Tensor) -> Tensor:
         """x: (R, heads, Q, D)"""
         ctx.save_for_backward(cos_RQD, sin_RQD)
         return rotate(x, cos_RQD, sin_RQD)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos_RQD, sin_RQD = ctx.saved_tensors
         return rotate(grad, cos_RQD, -sin_RQD), None, None
 
 
-def rotate(x: torch.Tensor, cos_RQD: torch.Tensor, sin_RQD: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos_RQD: Tensor, sin_RQD: Tensor) -> Tensor:
     """x (R, heads, Q, D), turned by the angles with these cosines and sines. Computed in the wider of
     the two dtypes, then rounded to the dtype of x."""
     y = x * cos_RQD[:, None]
@@ -74,13 +72,13 @@ class SwiGLU(torch.autograd.Function):
     as the MLP."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, nn.functional.silu(gate).mul_(grad)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from infra.settings import Optim, RunSettings, refuse_unless
 
@@ -159,7 +160,7 @@ def clip_gradient(
     policy: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     max_norm: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Scale the gradient to a norm of at most max_norm; None leaves it as it is.
 
     Returns the norm before, as a scalar tensor on the device. The norm may be nan or inf: the loop

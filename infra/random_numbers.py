@@ -6,6 +6,7 @@ import random
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 
 def mixed(seed: int, number: int) -> int:
@@ -31,7 +32,7 @@ def seed_user_code(fabric: Fabric, seed: int, step: int) -> None:
         torch.default_generator.manual_seed(number)
 
 
-def round_at_random(x: torch.Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> torch.Tensor:
+def round_at_random(x: Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> Tensor:
     """x in this dtype. In bfloat16 or float16 each number becomes one of its two neighbours, with the
     probabilities that make x the mean. A number that the type has stays the same. The draws depend on the
     seed, the weight's name and the kind of device.

@@ -15,6 +15,7 @@ import transformers
 import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from infra.checkpoint import read_settings, read_state
@@ -115,7 +116,7 @@ def licence_of(folder: Path) -> dict[str, str]:
 def export(
     source: Source,
     rows: dict[str, Rows],
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     out: Path,
     notes: Mapping = {},
     dtype: torch.dtype | None = None,
@@ -144,7 +145,7 @@ def export(
 def _write_weights(
     source: Source,
     rows: dict[str, Rows],
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     out: Path,
     types: dict[str, torch.dtype],
     seed: int,
@@ -178,9 +179,9 @@ def _write_weights(
 def _trained_weights(
     shell: transformers.PreTrainedModel,
     rows: dict[str, Rows],
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     n_parts_of: Counter,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Our weights by transformers' names. Experts, which transformers joins, have their names in the files. n_parts_of:
     from how many weights of the files a weight of transformers' model is made. `weights` is empty afterwards."""
     embedding = shell.get_input_embeddings()

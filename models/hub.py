@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -272,13 +272,13 @@ class Rows(NamedTuple):
     transposed: bool = False
     """Whether transformers stores the weight as (inputs, outputs), as in GPT-2."""
 
-    def of(self, weight: torch.Tensor) -> torch.Tensor:
+    def of(self, weight: Tensor) -> Tensor:
         """These rows of our weight, as transformers has them."""
         rows = weight[self.span]
         return rows.T if self.transposed else rows
 
 
-def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
+def litgpt_rows(hf_weights: Mapping[str, Tensor]) -> dict[str, Rows]:
     """The rows of litgpt's weight for each weight of transformers' GPT-2 or Llama-shaped models. Raises KeyError for a
     weight that litgpt's model does not have."""
     rows = {}
@@ -297,7 +297,7 @@ def litgpt_rows(hf_weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
     return rows
 
 
-def weights_hash(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> str:
+def weights_hash(weights: dict[str, Tensor], dtype: torch.dtype | None = None) -> str:
     """A hash of weights with their names, shapes and dtypes; their order does not matter. dtype: hash the
     weights as load_model reads them in this type."""
     h = hashlib.sha256()
@@ -427,7 +427,7 @@ def plain_logps(
     hf: transformers.PreTrainedModel,
     prompts: Sequence[np.ndarray],
     completions: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> torch.Tensor:
+) -> Tensor:
     """transformers' log-probs of the completions' tokens (T,)."""
     texts = []  # prompt and completion
     starts = []  # of the completions
@@ -444,9 +444,7 @@ def plain_logps(
     return torch.cat(logps)
 
 
-def check_logps(
-    name: str, logp: torch.Tensor, expected: torch.Tensor, rule: str, has_experts: bool
-) -> None:
+def check_logps(name: str, logp: Tensor, expected: Tensor, rule: str, has_experts: bool) -> None:
     """Raise ValueError if log-probs differ from the expected ones by more than TOLERANCE. rule: where the
     expected ones come from."""
     # of two experts with almost equal scores a mixture may choose the other: so only most tokens must agree

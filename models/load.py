@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from lightning.fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -128,7 +128,7 @@ def put_on(gpt: Packed, folder: Path) -> None:
         add_adapters(gpt, Lora(**read_settings(folder)["lora"]))
         params = gpt.unique_parameters()
 
-        def place(kind: str, name: str, *_) -> torch.Tensor | None:
+        def place(kind: str, name: str, *_) -> Tensor | None:
             if kind == "weights" and not name.startswith("objective_module."):
                 return params[name].detach()  # shares the weight's memory
 
@@ -160,7 +160,7 @@ def _compare(
     gpt: Packed,
     prompts: Sequence[np.ndarray],
     completions: Sequence[tuple[np.ndarray, np.ndarray]],
-    expected_T: torch.Tensor,
+    expected_T: Tensor,
 ) -> None:
     """Raise ValueError unless the model computes these log-probs in three ways: with completions that share
     a prompt, with the prompts of an earlier forward, and token by token with a KVCache."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +24,7 @@ from infra.files import write_json
 from infra.random_numbers import round_at_random
 from infra.settings import Lora
 
-Adapter = tuple[torch.Tensor, torch.Tensor, float]  # A, B, scale, as PEFT has them
+Adapter = tuple[Tensor, Tensor, float]  # A, B, scale, as PEFT has them
 # {transformers' name of a layer: its adapter}, whole and on the CPU
 Adapters = dict[str, Adapter]
 
@@ -34,7 +34,7 @@ Adapters = dict[str, Adapter]
 class AdaptedLinear(LoRALinear):
     """litgpt's layer, with the product with B, the scale and the sum in one kernel."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs)"""
         y = self.linear(x)
         if self.merged:  # or disabled
@@ -44,7 +44,7 @@ class AdaptedLinear(LoRALinear):
         sums = torch.addmm(rows, after_A.flatten(0, -2), self.outputs().T, alpha=self.scaling)
         return sums.view_as(y)
 
-    def outputs(self) -> torch.Tensor:
+    def outputs(self) -> Tensor:
         """B (outputs, r)"""
         return self.lora_B
 
@@ -52,7 +52,7 @@ class AdaptedLinear(LoRALinear):
 class AdaptedQKV(AdaptedLinear, LoRAQKVLinear):
     """AdaptedLinear for q, k and v in one matrix: each of the three has a separate adapter, or none."""
 
-    def outputs(self) -> torch.Tensor:
+    def outputs(self) -> Tensor:
         """(outputs, r * adapters): the matrices B along a diagonal, as their A lie one below the other."""
         parts = iter(self.lora_B.split(self.qkv_shapes))
         blocks = []
@@ -278,7 +278,7 @@ def merged_weights(
     base: Mapping | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """The weights of a model by their plain names, whole and on the CPU, with its adapters merged
     in. base: unrounded weights to use instead of the model's. dtype: the merged matrices are rounded to it at random
     by this seed; None: they stay in float32. A collective if the

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import litgpt
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from attention import Layer, PackedAttention
 from head import autocast
@@ -32,14 +32,14 @@ def _window_as_mask(
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: int | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     **_unused: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Our attention with transformers' interface: query (R, H, Q, D), key and value (R, key heads, Q,
     D) -> (R, Q, H, D). If something in _unused changes numbers, the comparison of models/load.py sees it."""
     window = attention_mask  # see _window_as_mask
@@ -97,10 +97,10 @@ class TransformersGPT(Packed):
 
     def hidden(
         self,
-        token_RQ: torch.Tensor,
-        position_RQ: torch.Tensor,
+        token_RQ: Tensor,
+        position_RQ: Tensor,
         attention: PackedAttention | KVCache,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """-> last hidden states (R, Q, C). Raises ValueError where layers do not call our attention."""
         FORWARD.attention = attention
         FORWARD.called = set()
@@ -133,7 +133,7 @@ class _InAutocast:
         return value
 
 
-def _experts_forward(experts: nn.Module, *inputs: object, **options: object) -> torch.Tensor:
+def _experts_forward(experts: nn.Module, *inputs: object, **options: object) -> Tensor:
     """The forward of a layer of experts. Autocast does not cast grouped_mm, the product of all experts,
     and transformers would cast its input to the weights' float32. A GPU then has a fifteenth of its speed
     in bfloat16, and the program waits for the device."""
@@ -142,12 +142,12 @@ def _experts_forward(experts: nn.Module, *inputs: object, **options: object) -> 
 
 def _block_forward(
     model: TransformersGPT, block: nn.Module, *inputs: object, **options: object
-) -> torch.Tensor:
+) -> Tensor:
     """A block's forward. Under activation checkpointing the backward calls `run` again, after the
     forward of the model has ended: so `run` sets the attention again."""
     attention = FORWARD.attention
 
-    def run(*inputs: object) -> torch.Tensor:
+    def run(*inputs: object) -> Tensor:
         FORWARD.attention = attention
         return type(block).forward(block, *inputs, **options)
 
