@@ -70,7 +70,8 @@ class PackedAttention:
         self, batch: PackedBatch, prompts: PromptCache | None = None, keeps_prompts: bool = False
     ):
         self.batch = batch
-        self.prompts = prompts
+        # Completions of one token have no input token. The layers need a query, so the prompts are computed again.
+        self.prompts = prompts if len(batch.completion_M) else None
         self.kept = PromptCache(batch) if keeps_prompts else None
         self.bins_of_window: dict[int | None, list[Bin]] = {}
 
@@ -104,7 +105,6 @@ class PackedAttention:
         tokens, along dimension `dim`."""
         shape = list(x.shape)
         shape[dim] = len(self.batch.token_N)
-        # completions first: token 0 may replace them, and then its prompt's values must win
         out = x.new_empty(shape).index_copy_(dim, self.batch.completion_M, x)
         prompt = x_prompts.index_select(dim, self.prompts.batch.prompt_P)
         return out.index_copy_(dim, self.batch.prompt_P, prompt)
@@ -206,8 +206,6 @@ class PackedAttention:
             segments = [Segment(n_queries, n_prompt, is_prompt=True)]
             segments += [Segment(n, n) for n in n_completions]
             prompts.append(segments)
-        if self.prompts is not None and self.batch.has_no_completion_input:
-            prompts[0][0] = prompts[0][0]._replace(n_queries=1)
         return prompts
 
 

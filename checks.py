@@ -27,7 +27,7 @@ from infra.settings import (
     split_commas,
 )
 from model import Scores
-from objective import Objective, Z
+from objective import Columns, Objective, Z
 from packing import Part
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_sources
@@ -253,7 +253,7 @@ def check_z(z: Tensor, step: Step) -> None:
         )
 
 
-def check_loss(given: object, B: int) -> tuple[Tensor, dict[str, Tensor]]:
+def check_loss(given: object, B: int) -> tuple[Tensor, Columns]:
     """The losses and columns that an objective's loss has returned for a micro-batch. Refuse losses or columns
     that are not one number an example: a mean, for one, would silently scale the gradient."""
     with user_error("loss", "expected the losses and {column: numbers}"):

@@ -125,11 +125,6 @@ class Step:
         self.reward = torch.tensor([graded_reward(e) for e in examples])
         # (G,) the weights of the records, 1 by default. The loop multiplies each loss by its weight.
         self.weight = torch.tensor([e.weight for e in examples])
-        # (G,) which of the step's distinct prompts the example has, counted from 0
-        self.group = torch.empty(self.size, dtype=torch.long)
-        prompts = [e.prompt for e in examples]
-        for number, same_prompt in enumerate(prompt_groups(prompts)):
-            self.group[same_prompt] = number
         # (n,) the indices of the examples that have a mismatched pair. (A boolean mask would make the host wait for the
         # GPU.)
         with_pair = [i for i, ids in enumerate(mismatched_completions or []) if ids is not None]
@@ -151,11 +146,12 @@ class Step:
         lengths = map(len, chain(*completions, self.mismatched_completions or []))
         self.longest = max(lengths, default=0)
         # the parts of the step that are this rank's micro-batches; every rank has equally many
+        prompts = [e.prompt for e in examples]
         self.parts = split_step(prompts, completions, self.mismatched_completions, budget)
 
     def move_to(self, device: torch.device) -> None:
         """Move the tensors to a device, in place, by asynchronous copies."""
-        for name in ("label", "reward", "weight", "group", "mismatched_index"):
+        for name in ("label", "reward", "weight", "mismatched_index"):
             setattr(self, name, to_device(getattr(self, name), device))
 
     def zeros(self) -> Tensor:
@@ -226,12 +222,6 @@ class MicroBatch:
     def reward(self) -> Tensor:
         """(B,) graded rewards (see graded_reward)."""
         return self.step.reward[self.index_B]
-
-    @property
-    def group(self) -> Tensor:
-        """(B,) which of the step's distinct prompts the example has. Examples with the same number have the same
-        prompt."""
-        return self.step.group[self.index_B]
 
     @property
     def length(self) -> Tensor:

@@ -27,7 +27,7 @@ from infra.console import run_cli
 from infra.devices import to_device
 from infra.parse import parse
 from infra.settings import IdleRule, Number, RunSettings
-from objective import Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
+from objective import Columns, Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
 from records.examples import Example
 from run import setup
 from trainer import Trainer
@@ -129,7 +129,7 @@ class DPO(Objective):
         ref_logps: Tensor | None,
         batch: MicroBatch,
         z_B: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Columns]:
         args = self.args
         r_BK = self.logratio(logps, ref_logps, batch.length)
         h_B = r_BK[:, 0] - r_BK[:, 1]
@@ -149,7 +149,7 @@ class DPO(Objective):
             "logps/rejected": logps[:, 1],
         }
 
-    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
+    def metrics(self, columns: Columns, z: Z) -> dict:
         h_G = columns["h"]
         means = {name: mean(column_G) for name, column_G in columns.items() if name != "h"}
         rewards = torch.cat([columns["rewards/chosen"], columns["rewards/rejected"]])

@@ -39,7 +39,7 @@ from evaluation import Checker
 from infra.console import run_cli
 from infra.parse import parse
 from infra.settings import RunSettings
-from objective import Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
+from objective import Columns, Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
 from records.examples import Example, class_weights
 from run import setup
 from trainer import Trainer
@@ -108,7 +108,7 @@ class KTO(Objective):
         ref_logps: Tensor | None,
         batch: MicroBatch,
         z_B: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Columns]:
         args = self.args
         # log-probs are (B, K), and a rated example has one completion, so K is 1
         logp_B = logps[:, 0]
@@ -129,7 +129,7 @@ class KTO(Objective):
             "desirable": batch.label,
         }
 
-    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
+    def metrics(self, columns: Columns, z: Z) -> dict:
         desirable_G = columns["desirable"].bool()
         logratio_G = columns["logratio"]
         logp_G = columns["logp"]
@@ -150,9 +150,6 @@ class KTO(Objective):
             "logps/rejected": mean(logp_G[~desirable_G]),
             # the share of examples with r on the right side of 0: above for thumbs up, below for thumbs down
             "accuracy": share_above_0(sign_G * logratio_G),
-            # and on the right side of z
-            "accuracy/about_z": share_above_0(sign_G * (logratio_G - z.z_G)),
-            "auc": auc(logratio_G, desirable_G) if has_both else None,
         }
         inputs = ("logratio", "logp", "desirable")  # used above, but not logged
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
@@ -173,17 +170,6 @@ def z_columns(z: Z) -> dict:
         "kl/clamped": float(kl == 0 and r_n.sum() < 0),
         "kl/pairs": n,
     }
-
-
-def auc(x: Tensor, is_high: Tensor) -> float:
-    """The probability that a number drawn from x[is_high] exceeds a number drawn from x[~is_high]. A tie counts one
-    half. Both tensors are 1-D, and neither selection may be empty."""
-    high = x[is_high]
-    low = x[~is_high].sort().values
-    n_below = torch.searchsorted(low, high)  # for each of `high`
-    n_below_or_equal = torch.searchsorted(low, high, right=True)
-    wins = (n_below + n_below_or_equal).double() / 2
-    return (wins.mean() / len(low)).item()
 
 
 def main(

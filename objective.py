@@ -23,6 +23,9 @@ from infra.devices import copied_to_cpu
 from infra.settings import RunSettings
 from records.examples import Example
 
+# {column: a number for each example}: (B,) of a micro-batch, or (G,) of a step
+Columns = dict[str, Tensor]
+
 
 class Z(NamedTuple):
     """The z of a step, and the log-ratios from which it was computed. Both tensors are the same on all ranks."""
@@ -66,7 +69,7 @@ class Objective:
         ref_logps: Tensor | None,
         batch: MicroBatch,
         z_B: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Columns]:
         """Returns the loss (B,) of each example, not their mean, and {column: (B,)}. `metrics` gets the columns of
         all examples of the step.
 
@@ -106,7 +109,7 @@ class Objective:
         and before the first step."""
         return next_mismatched_completions(examples)
 
-    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
+    def metrics(self, columns: Columns, z: Z) -> dict:
         """A row of metrics.csv or val.csv: {name: number, or None for an empty cell}. columns: {name: (G,) float64}, of
         all examples of the step, on the CPU."""
         return {name: mean(column_G) for name, column_G in columns.items()}
@@ -127,7 +130,7 @@ class Objective:
         z = logratio_n.mean() if len(logratio_n) else logratio_n.new_zeros(())
         return z.clamp(min=0)
 
-    def after_step(self, step: Step, columns: dict[str, Tensor], z: Z) -> None:
+    def after_step(self, step: Step, columns: Columns, z: Z) -> None:
         """Update state that the objective keeps from step to step. Called once in each training step, before the
         weights change. Never called in validation.
 
@@ -172,7 +175,7 @@ def share_above_0(x: Tensor) -> float | None:
     return mean((x > 0).double() + 0.5 * (x == 0))
 
 
-def on_cpu(columns: dict[str, Tensor], z: Z) -> tuple[dict[str, Tensor], Z]:
+def on_cpu(columns: Columns, z: Z) -> tuple[Columns, Z]:
     """Copies of columns and z on the CPU."""
     *copies, z_G, mismatched_logratio_n = copied_to_cpu([*columns.values(), *z])
     return dict(zip(columns, copies)), Z(z_G, mismatched_logratio_n)

@@ -14,7 +14,7 @@ Shape letters, also of attention.py and model.py:
     U  distinct prompts of a micro-batch, at most B
     N  packed input tokens of a micro-batch
     P  the input tokens of prompts
-    M  the input tokens of completions; at least 1 (see PackedBatch.completion_M)
+    M  the input tokens of completions
     T  targets: the tokens of all completions, which are predicted and scored
     L  tokens of the longest completion
     I  keys of all sequences
@@ -64,8 +64,7 @@ def make_budget(cfg: RunSettings, fabric: Fabric, config: PretrainedConfig) -> B
     limit = cfg.micro_batch_size or cfg.micro_batch_tokens
     if not limit and cfg.accelerator == "cpu":
         bytes_per_token = 4 * NUMBERS_KEPT * config.num_hidden_layers * config.hidden_size
-        limit = int(CPU_ACTIVATIONS / bytes_per_token) // 256 * 256  # a round number
-        limit = min(DEFAULT_TOKENS, max(256, limit))
+        limit = min(DEFAULT_TOKENS, int(CPU_ACTIVATIONS / bytes_per_token))
     return Budget(
         fabric.global_rank,
         fabric.world_size,
@@ -114,15 +113,11 @@ def split_bundles(bundles: list[list[int]], sizes: list[int], budget: Budget) ->
     """The parts of every rank. sizes: the size of each bundle, in the unit of the budget.
 
     Every rank gets exactly equally many parts: fillers replace the missing ones. If the budget counts tokens, every
-    rank also gets about equally many tokens. If it counts examples, ranks take the bundles in turn, in the step's
-    order."""
+    rank also gets about equally many tokens."""
     parts_of_ranks = []
-    keeps_order = not budget.counts_tokens
-    # with equal work `balanced` gives the bundles in turn
-    work = [1] * len(bundles) if keeps_order else sizes
-    for numbers_of_rank in balanced(work, budget.ranks):
+    for numbers_of_rank in balanced(sizes, budget.ranks):
         parts = []
-        for numbers_of_part in fill(numbers_of_rank, sizes, budget.limit, keeps_order):
+        for numbers_of_part in fill(numbers_of_rank, sizes, budget.limit):
             indices = chain(*(bundles[number] for number in numbers_of_part))
             parts.append(Part(sorted(indices)))  # in the order of the step
         parts_of_ranks.append(parts)
@@ -144,16 +139,13 @@ def balanced(sizes: list[int], ranks: int) -> list[list[int]]:
     return numbers_of_ranks
 
 
-def fill(
-    items: Sequence[int], sizes: list[int], limit: int, keeps_order: bool = False
-) -> list[list[int]]:
+def fill(items: Sequence[int], sizes: list[int], limit: int) -> list[list[int]]:
     """First-fit bin packing. Each item has the size sizes[item] and goes into the first bin with enough space, or into
-    a new bin. An item above the limit gets a bin of its own. keeps_order: try only the last bin, then a new one."""
+    a new bin. An item above the limit gets a bin of its own."""
     bins: list[list[int]] = []
     spaces: list[int] = []  # the space left in each bin
     for item in items:
-        tried = range(len(bins))[-1:] if keeps_order else range(len(bins))
-        chosen = next((b for b in tried if spaces[b] >= sizes[item]), None)
+        chosen = next((b for b in range(len(bins)) if spaces[b] >= sizes[item]), None)
         if chosen is None:
             chosen = len(bins)
             bins.append([])
@@ -188,7 +180,7 @@ class PackedBatch(NamedTuple):
     so on ("bottom-right causal"). If an earlier forward has computed the keys and values of the prompts
     (attention.PromptCache), only the completions are queries.
 
-    Index tensors are int64, as torch requires. The three fields that end in _S are int32, as flash attention requires.
+    Index tensors are int64, as torch requires. The offsets of queries and keys are int32, as flash attention requires.
     """
 
     token_N: Tensor
@@ -201,8 +193,8 @@ class PackedBatch(NamedTuple):
     source_T: Tensor
     # the target's token id
     target_T: Tensor
-    # the index of the sequence that contains the target
-    sequence_T: Tensor
+    # the offset of each sequence's targets
+    target_start_S: Tensor
     # the number of tokens of each completion
     length_BK: Tensor
     # the index of the completion's sequence
@@ -211,8 +203,7 @@ class PackedBatch(NamedTuple):
     first_target_BK: Tensor
     # the indices of the input tokens of prompts
     prompt_P: Tensor
-    # The indices of the input tokens of completions. If every completion has one token, no completion has an input
-    # token. Then completion_M is [0], because the layers need at least one query.
+    # the indices of the input tokens of completions; none if every completion has only one token
     completion_M: Tensor
     # the indices of the input tokens that are keys, one sequence after the other; 0 ... N - 1 if no prompt is shared
     key_I: Tensor
@@ -241,11 +232,6 @@ class PackedBatch(NamedTuple):
         """Whether a prompt has several completions. The keys of this prompt are then in several sequences."""
         return len(self.key_I) > len(self.token_N)
 
-    @property
-    def has_no_completion_input(self) -> bool:
-        """Whether no completion has an input token, so that completion_M is token 0."""
-        return len(self.prompt_P) == len(self.token_N)
-
     def to(self, device: torch.device) -> "PackedBatch":
         """This batch on a device, by asynchronous copies."""
         tensors = {
@@ -257,13 +243,9 @@ class PackedBatch(NamedTuple):
 
     def sums(self, x_T: Tensor) -> Tensor:
         """(B, K) sums over the tokens of each completion. x_T: a number for each target."""
-        sums = x_T.new_zeros(self.length_BK.numel())
-        if x_T.is_cuda:
-            # On a GPU index_add has no fixed order of addition, so two passes could differ in the last bits. index_put
-            # sorts first. On a CPU it is the reverse: index_add has a fixed order, and index_put has none.
-            sums = sums.index_put((self.sequence_T,), x_T, accumulate=True)
-        else:
-            sums = sums.index_add(0, self.sequence_T, x_T)
+        # not index_add, which on a GPU has no fixed order of addition: two passes could differ in the last bits
+        offsets = self.target_start_S
+        sums = torch.segment_reduce(x_T, "sum", offsets=offsets, unsafe=True)  # ty: ignore
         return sums[self.sequence_BK]
 
     def tokens_of_completions(self, x_T: Tensor) -> Tensor:
@@ -361,16 +343,13 @@ def row_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
         position_N[s.place] = np.arange(len(s.place))
         prompt_N[s.place] = s.u
         branch_N[s.completion_place] = s.branch
-    completion_M = np.flatnonzero(branch_N)
-    if not len(completion_M):
-        completion_M = np.zeros(1, np.int64)  # see PackedBatch.completion_M
     return dict(
         token_N=token_N,
         position_N=position_N,
         prompt_N=prompt_N,
         branch_N=branch_N,
         prompt_P=np.flatnonzero(branch_N == 0),
-        completion_M=completion_M,
+        completion_M=np.flatnonzero(branch_N),
     )
 
 
@@ -379,17 +358,16 @@ def targets_of(sequences: list[PackedSequence], B: int, K: int) -> dict[str, np.
     sequence_BK = np.empty((B, K), np.int64)
     for j, s in enumerate(sequences):
         sequence_BK[s.b, s.k] = j
-    length_J = np.array([len(s.completion) for s in sequences], np.int64)
-    first_target_J = np.cumsum(length_J) - length_J
+    target_start_S = np.append(0, np.cumsum([len(s.completion) for s in sequences]))
     # The prompt's last token predicts the first target. Each input token of the completion predicts the next target.
     sources = [s.place[-len(s.completion) :] for s in sequences]
     return dict(
         target_T=np.concatenate([s.completion for s in sequences]).astype(np.int64),
         source_T=np.concatenate(sources),
-        sequence_T=np.repeat(np.arange(len(sequences)), length_J),
+        target_start_S=target_start_S,
         sequence_BK=sequence_BK,
-        first_target_BK=first_target_J[sequence_BK],
-        length_BK=length_J[sequence_BK],
+        first_target_BK=target_start_S[sequence_BK],
+        length_BK=np.diff(target_start_S)[sequence_BK],
     )
 
 
@@ -398,8 +376,6 @@ def attention_of(sequences: list[PackedSequence]) -> dict[str, np.ndarray]:
     n_keys_J = np.array([len(s.place) for s in sequences])
     n_completion_J = np.array([len(s.completion_place) for s in sequences])
     n_queries_J = np.where([s.branch == 1 for s in sequences], n_keys_J, n_completion_J)
-    if not n_completion_J.any():
-        n_completion_J[0] = 1  # see PackedBatch.completion_M
     key_I = np.concatenate([s.place for s in sequences])
     return dict(
         key_I=key_I,

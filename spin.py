@@ -26,7 +26,7 @@ from infra.devices import to_device
 from infra.files import read_lines
 from infra.parse import parse
 from infra.settings import IdleRule, RunSettings, refuse_unless
-from objective import Objective, Z
+from objective import Columns, Objective, Z
 from records.examples import Example
 from rollout import (
     LOST,
@@ -102,7 +102,7 @@ class SPIN(DPO):
         ref_logps: Tensor | None,
         batch: MicroBatch,
         z_B: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Columns]:
         if logps.shape[1] == 1:  # validation
             return -logps[:, 0] / batch.length[:, 0], {}
         loss_B, columns = super().loss(logps, ref_logps, batch, z_B)
@@ -111,7 +111,7 @@ class SPIN(DPO):
         columns["h"] = columns["h"].masked_fill(to_device(is_tie, logps.device), 0)
         return loss_B, columns
 
-    def metrics(self, columns: dict[str, Tensor], z: Z) -> dict:
+    def metrics(self, columns: Columns, z: Z) -> dict:
         kind = DPO if "h" in columns else Objective  # validation has no h
         return kind.metrics(self, columns, z)
 

@@ -31,13 +31,11 @@ from infra.logger import speed_of
 from infra.optimizer import Plan, clip_gradient, is_due, lr_at, run_plan
 from infra.random_numbers import seed_user_code
 from model import Scores
-from objective import Z, join_columns, on_cpu
+from objective import Columns, Z, join_columns, on_cpu
 from packing import PackedBatch
 from records.examples import Example
 from reference import precompute
 from run import Run
-
-Columns = dict[str, Tensor]  # column -> (B,) numbers of a micro-batch, or (G,) of a step
 
 
 class Trainer:

@@ -535,11 +535,11 @@ def test_examples_of_one_prompt_stay_together():
     assert paired(examples, room=2 + 2 + 2).parts == [Part([0, 2]), Part([1, 3])]
 
 
-def test_a_step_numbers_its_prompts_and_has_a_reward_for_each_record():
+def test_a_step_has_a_reward_for_each_record():
     """The other fields of a micro-batch are used by losses that are computed by hand (test_openings.py)."""
     found = [example([1], [2], rewards=(0.25, None)), example([1], [3], label=False)]
     batch = Step([*found, example([4], [2])]).micro_batch(Part([2, 0, 1]))
-    assert (batch.reward.tolist(), batch.group.tolist()) == ([1, 0.25, 0], [1, 0, 0])
+    assert batch.reward.tolist() == [1, 0.25, 0]
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------

@@ -145,8 +145,8 @@ OF_STEPS = [
     ("kto", "rated", "--max_steps=9", "9 steps of 2 examples, by max_steps, not by epochs"),
     ("spin", "demos", "--spin.max_iterations=3 --max_steps=5", "5 steps of 2 examples, by max_steps, not by epochs"),
     ("spin", "demos", "--spin.mix=0.1 --max_steps=1", "no effect: spin.mix: less than one of 8 answers"),
-    ("kto", "rated", "--epochs=2 --keep_best=auc --data.val={}/up.jsonl",
-     "keep_best: auc: no row of val.csv has a value: there is no best"),
+    ("kto", "rated", "--epochs=2 --keep_best=rewards/margins --data.val={}/up.jsonl",
+     "keep_best: rewards/margins: no row of val.csv has a value: there is no best"),
 ]  # fmt: skip
 
 

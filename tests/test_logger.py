@@ -76,7 +76,7 @@ def test_a_run_prints_about_twenty_lines_or_one_a_minute(
     logger = Logger(run_settings(tmp_path), -1, False)
     logger.begin(Plan(total, total, 0, total, total), total)
     capsys.readouterr()
-    row = {"loss": 0.25, "kl": 0.0, "kl/clamped": 1.0, "auc": 0.5, "rewards/margins": 11.0904}
+    row = {"loss": 0.25, "kl": 0.0, "kl/clamped": 1.0, "rewards/margins": 11.0904}
     row |= {"tokens/s": 1234.5, "memory_gb": 0.5}
     for step in range(start + 1, total + 1):
         # of a clock that the steps alone move

@@ -60,7 +60,7 @@ def test_the_table_has_the_mean_and_the_range_of_runs_that_differ_in_their_seed(
     ]
     other = show.run("out/x", "4,0.7,0,0.4,0\n", kto={"beta": 0.3})
     (other / "eval").mkdir()
-    tested = {"final": {"loss": 0.25, "auc": 1}, "best": {"loss": 0.2}}
+    tested = {"final": {"loss": 0.25, "epoch": 1}, "best": {"loss": 0.2}}
     (other / "eval" / "test.json").write_text(json.dumps(tested))
     lines = show(*runs, other)
     assert lines[:2] == [["0:", "kto.beta=0.1", "(n=3)"], ["1:", "kto.beta=0.3", "(n=1)"]]

@@ -130,7 +130,7 @@ def test_before_the_first_update_every_log_ratio_is_exactly_0(name, tiny, rating
     first, second = train(tiny, ratings, tmp_path, *argv)["rows"]
     for column in ("kl", "kl/stderr", "kl/clamped", "rewards/chosen", "rewards/rejected"):
         assert first[column] == 0, column
-    assert first["accuracy"] == first["auc"] == 0.5, "ties"
+    assert first["accuracy"] == 0.5, "ties"
     assert second["kl/stderr"] > 0 and second["accuracy"] is not None
 
 
