@@ -1,8 +1,7 @@
 """A step: its examples, its mismatched pairs, its micro-batches. Nothing here depends on the loss.
 
-Reading order: the examples of a step (step_examples); mismatched pairs; Step; MicroBatch, which a loss gets.
-records/examples.py makes examples from the records of a file. packing.py decides which examples go into a micro-batch,
-and packs their tokens.
+records/examples.py makes examples from records. packing.py decides which examples go into a micro-batch, and packs
+their tokens.
 
 Shape letters: G examples of a step, over all ranks; B of a micro-batch; K completions of an example; n mismatched
 pairs of a step.
@@ -31,18 +30,16 @@ from records.examples import Example
 def step_examples(
     examples: Sequence[Example], cfg: RunSettings, plan: Plan, done: int
 ) -> Iterator[list[Example]]:
-    """Yield the G examples of each step, from step done + 1 to plan.end.
+    """Yield the G examples of each step, from step done + 1 to plan.end: the next slice of the epoch's order. The
+    examples at the end of an epoch that do not fill a step are dropped.
 
-    Each step takes the next slice of its epoch's order. The order depends only on the seed, the epoch and the examples.
-    Therefore every rank draws the same order, and a resume needs no sampler state. The examples at the end of an epoch
-    that do not fill a step are dropped."""
+    The order depends only on the seed, the epoch and the examples. Therefore every rank draws the same one, and a
+    resume needs no sampler state."""
     order = None
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # The epoch's number seeds its order, so it must be new in the run. The epochs of an iteration have the
-            # numbers plan.begin, plan.begin + 1, ... Each has at least one step, so all numbers are below plan.end,
-            # where the next iteration begins.
+            # The number of an epoch seeds its order. It is new in the run: an iteration has fewer epochs than steps.
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
@@ -54,20 +51,20 @@ def order_of_examples(examples: Sequence[Example], cfg: RunSettings, epoch: int)
     if cfg.data.shuffle:
         order = shuffled(len(examples), epoch, cfg.seed)
     if cfg.data.group_by_prompt:
-        # Equal prompts come next to each other, and so mostly into the same step, which computes each prompt once.
+        # equal prompts side by side, so mostly in one step, which computes each prompt once
         groups = prompt_groups([examples[j].prompt for j in order])
         order = [order[k] for group in groups for k in group]
     return order
 
 
 def shuffled(n: int, epoch: int, seed: int) -> list[int]:
-    """The numbers 0 ... n - 1 in the shuffled order of an epoch. It depends on the arguments only."""
+    """The numbers 0 ... n - 1 in the shuffled order of an epoch."""
     generator = torch.Generator().manual_seed(mixed(seed, epoch))
     return torch.randperm(n, generator=generator).tolist()
 
 
 def made_ahead(items: Iterator) -> Iterator:
-    """Yield the same items. A thread makes the next item while the caller works with the current one."""
+    """The same items. A thread makes the next one while the caller works with the current one."""
     with ThreadPoolExecutor(1) as thread:
         upcoming = thread.submit(next, items, None)  # None at the end
         while (item := upcoming.result()) is not None:
@@ -79,17 +76,16 @@ def made_ahead(items: Iterator) -> Iterator:
 
 
 def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
-    """For each example the completion of the next example, in circular order, that has another prompt and another
-    completion. None if there is no such example. An example with two completions lends its chosen one.
+    """For each example the (first) completion of the next example, in circular order, that has another prompt and
+    another completion. None if there is no such example.
 
-    A shift by one is not enough. Two ratings of the same prompt often follow each other. The next completion could then
-    be an answer to the example's own prompt."""
+    A shift by one is not enough: the next example is often another rating of the same prompt."""
     prompts = [e.prompt_key for e in examples]
     completions = [e.completions[0].tobytes() for e in examples]
     G = len(examples)
     mismatched: list[np.ndarray | None] = [None] * G
     if len(set(prompts)) == 1 or len(set(completions)) == 1:
-        # The search below would find nothing, after comparing every example with all others.
+        # the search would find nothing, after comparing every example with all others
         return mismatched
     for i in range(G):
         for distance in range(1, G):
@@ -115,7 +111,7 @@ class Step:
         budget: Budget = ONE_RANK,
     ):
         """mismatched_completions: for each example a list of token ids, or None if the example has no pair. Without
-        this argument the step has no mismatched pairs. The default of budget is one rank and DEFAULT_TOKENS."""
+        this argument the step has no mismatched pairs."""
         self.examples = examples
         self.size = len(examples)  # G
         self.n_desirable = sum(e.label for e in examples)
@@ -123,25 +119,23 @@ class Step:
         self.label = torch.tensor([e.label for e in examples])
         # (G,) graded rewards (see graded_reward)
         self.reward = torch.tensor([graded_reward(e) for e in examples])
-        # (G,) the weights of the records, 1 by default. The loop multiplies each loss by its weight.
+        # (G,) the weights of the records, by which the loop multiplies their losses
         self.weight = torch.tensor([e.weight for e in examples])
-        # (n,) the indices of the examples that have a mismatched pair. (A boolean mask would make the host wait for the
-        # GPU.)
+        # (n,) the indices of the examples that have a mismatched pair
         with_pair = [i for i, ids in enumerate(mismatched_completions or []) if ids is not None]
         self.mismatched_index = torch.tensor(with_pair, dtype=torch.long)
         # None: the step has no mismatched pairs
         self.mismatched_completions: list[np.ndarray] | None = None
         if mismatched_completions is not None:
-            # Own and mismatched completions are packed as two batches. Both must have the same prompts, because one may
-            # read the prompts that the other has computed. So an example without a pair gets any completion, and
-            # z_of_step (trainer.py) leaves out its log-ratio.
+            # Own and mismatched completions are packed as two batches of the same prompts, because one may read the
+            # prompts that the other has computed. So an example without a pair gets any completion, and
+            # Trainer.z_of_step leaves out its log-ratio.
             any_completion = examples[0].completions[0]
             self.mismatched_completions = [
                 any_completion if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        # L, the tokens of the step's longest completion. All micro-batches have the same L. Otherwise the split would
-        # change how many zeros follow a completion, and so how a sum over L rounds.
+        # L, the tokens of the step's longest completion: one for all micro-batches, so that a sum over L rounds equally
         completions = [e.completions for e in examples]
         lengths = map(len, chain(*completions, self.mismatched_completions or []))
         self.longest = max(lengths, default=0)
@@ -159,8 +153,7 @@ class Step:
         return torch.zeros(self.size, dtype=torch.float64, device=self.label.device)
 
     def extra(self, name: str) -> Tensor | list[str]:
-        """A field of the records, one of those in the setting data.extra: (G,) numbers, or a list of texts. Raises
-        BadInput."""
+        """A field of the records that data.extra names: (G,) numbers, or a list of texts. Raises BadInput."""
         if not all(name in e.extra for e in self.examples):
             raise BadInput(f"data.extra: {name}: the loss asks for this field: --data.extra {name}")
         values = [e.extra[name] for e in self.examples]
@@ -185,18 +178,18 @@ class Step:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B examples of a step that go through the models together, as a loss gets them. All tensors except those of
-    `mismatched` are on the device of the log-probs."""
+    """B examples of a step that go through the models together, as a loss gets them. All tensors are on the device of
+    the log-probs, except those of `mismatched`, which stay on the CPU until they are scored."""
 
     step: Step
-    """The whole step. A loss takes sums over examples from here."""
+    """The whole step: a loss takes sums over examples from here."""
     part: Part
     index_B: Tensor
     """part.indices as a tensor."""
     packed: PackedBatch
     """The prompts with the examples' own completions, as the models read them."""
     mismatched: PackedBatch | None
-    """The same prompts with their mismatched completions, on the CPU. None if the step has no mismatched pairs."""
+    """The same prompts with mismatched completions. None if the step has no mismatched pairs."""
     outputs: Tensor | None = None
     """(B, K, L, ...) outputs of the objective's module, with 0 beyond the end of a completion. None without a
     module."""
@@ -212,8 +205,7 @@ class MicroBatch:
 
     @property
     def token_label(self) -> Tensor:
-        """(B, L) 1 at the tokens that the record's `spans` mark as good, -1 at those that they mark as bad, 0 at all
-        other tokens."""
+        """(B, L) 1 at tokens that the record's `spans` mark as good, -1 at those marked as bad, otherwise 0."""
         unmarked = [0] * self.step.longest  # each row is filled up to L
         rows = [[*e.token_label, *unmarked][: len(unmarked)] for e in self.examples]
         return to_device(torch.tensor(rows), self.index_B.device)
@@ -229,20 +221,19 @@ class MicroBatch:
         return self.packed.length_BK
 
     def extra(self, name: str) -> Tensor | list[str]:
-        """A field of the records, one of those in the setting data.extra: (B,) numbers, or a list of texts. Raises
-        BadInput."""
+        """A field of the records that data.extra names: (B,) numbers, or a list of texts. Raises BadInput."""
         values = self.step.extra(name)
         if isinstance(values, list):
             return [values[i] for i in self.part.indices]
         return values[self.index_B]
 
     def put(self, x_B: Tensor, x_G: Tensor) -> None:
-        """Write the numbers of these examples into x_G, which has those of the whole step. A filler writes nothing."""
+        """Write the numbers of these examples into those of the whole step. A filler writes nothing."""
         if not self.part.filler:
             x_G[self.index_B] = x_B.to(x_G.dtype)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """This micro-batch on a device, by asynchronous copies. `mismatched` stays on the CPU until it is scored."""
+        """This micro-batch on a device, by asynchronous copies."""
         index_B = to_device(self.index_B, device)
         return replace(self, index_B=index_B, packed=self.packed.to(device))
 

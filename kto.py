@@ -4,23 +4,21 @@
     python kto.py --config config/gpt2.yaml      # GPT-2 on rated data
     python kto.py --help                         # every setting
 
-To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run the copy (python mine.py). Or write a
-short file that passes the changed parts to `main`, as the files in examples/ do.
+To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run the copy. Or pass the changed parts to
+`main`, as the files in examples/ do.
 
 The log-ratio of a completion, r = log policy - log reference, says how much more probable the completion has become.
-The loss compares r with z, an estimate of KL(policy || reference) in nats. The KL is the mean r of answers that are
-sampled from the policy. Sampling takes time, so the paper takes mismatched pairs instead: prompts with the completions
-of other prompts. z is the mean r of the step's mismatched pairs, or 0 if this mean is negative, because a KL never is.
-The completions of the pairs are not samples of the policy, so z is only a rough estimate.
-
-Reading order: settings, kto_loss (the idea), the objective, main. The loop is Trainer.fit in trainer.py. objective.py
-has the other methods that an algorithm may override, such as make_z and after_step.
+The loss compares r with z, an estimate of KL(policy || reference) in nats. The KL is the mean r of answers that the
+policy samples. Sampling is slow, so the paper takes mismatched pairs instead: prompts with the completions of other
+prompts. z is the mean r of the step's mismatched pairs, clamped to at least 0. It is only a rough estimate, because
+these completions are no samples of the policy.
 
 Differences from the paper and from other implementations:
-- z is one number for all examples of an optimizer step, made from all micro-batches and devices.
+- z is one number for a whole optimizer step, made from all its micro-batches and devices.
 - A mismatched pair never has a completion of its own prompt.
-- Before the first step the run checks that policy and reference are equal: the r of a few examples must be exactly 0.
-  (This is not checked if --reference names another model.)
+- Before the first step, r must be exactly 0 on a few examples (unless --reference names another model).
+
+The loop is in trainer.py. The other methods that an algorithm may override are in objective.py.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example (here 1), n mismatched pairs.
 """
@@ -45,7 +43,7 @@ from run import setup
 from trainer import Trainer
 
 
-# --help shows the docstrings. PreferenceSettings has the other settings: beta, average_logps and sft_loss_weight.
+# PreferenceSettings has beta, average_logps and sft_loss_weight. --help shows the docstrings.
 @dataclass(frozen=True)
 class KTOSettings(PreferenceSettings):
     """The KTO loss."""
@@ -57,8 +55,8 @@ class KTOSettings(PreferenceSettings):
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of a thumbs down (lambda_U)."""
     balance: bool = False
-    """Set both weights so that the thumbs up and the thumbs down of data.train count equally, as the KTO paper advises.
-    It overrides the two settings above. settings.yaml shows the weights that were used."""
+    """Replace both weights by those with which the thumbs up and the thumbs down of data.train count equally, as the
+    KTO paper advises."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,8 @@ class Settings(RunSettings):
 
 
 def kto_loss(logratio_B: Tensor, z_B: Tensor, desirable_B: Tensor, args: KTOSettings) -> Tensor:
-    """The loss of the paper, lambda_y - v(x, y), for each example. lambda_y is the weight of the example's label. For
-    thumbs up the loss tends to 0 as the log-ratio rises above z, and to lambda_y as it falls below z. For thumbs down
-    it is the other way round.
+    """The loss of the paper, lambda_y - v(x, y), for each example. For thumbs up it tends to 0 as the log-ratio rises
+    above z, and to lambda_D as it falls below z. For thumbs down it is the other way round.
 
     logratio_B and z_B are in nats. z_B has no gradient. desirable_B is bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
@@ -83,7 +80,7 @@ class KTO(Objective):
     def __init__(self, args: KTOSettings):
         self.args = args
 
-    # Cached properties, because a subclass may simply write average_logps = True, in its class or in its __init__.
+    # Cached properties, so that a subclass may simply write average_logps = True.
 
     @cached_property
     def average_logps(self) -> bool:
@@ -110,7 +107,7 @@ class KTO(Objective):
         z_B: Tensor,
     ) -> tuple[Tensor, Columns]:
         args = self.args
-        # log-probs are (B, K), and a rated example has one completion, so K is 1
+        # K is 1: a rated example has one completion
         logp_B = logps[:, 0]
         logratio_B = self.logratio(logps, ref_logps, batch.length)[:, 0]
         preference_loss_B = kto_loss(logratio_B, z_B, batch.label, args)
@@ -153,7 +150,7 @@ class KTO(Objective):
         }
         inputs = ("logratio", "logp", "desirable")  # used above, but not logged
         means = {name: mean(x_G) for name, x_G in columns.items() if name not in inputs}
-        # Without desirable examples the cell is empty. (The loss of a subclass may have no such column.)
+        # without desirable examples the cell is empty
         if chosen is None and "sft_loss" in means:
             means["sft_loss"] = None
         return join_columns(means, row)
@@ -181,7 +178,7 @@ def main(
     optimizer: Callable | None = None,
     make_records: Callable | None = None,
 ) -> None:
-    """Train. A file of your own may replace these parts:
+    """Train. A fork may replace these parts:
 
     objective      called with cfg.kto, returns an Objective
     settings       a class like Settings with a group kto
@@ -189,7 +186,7 @@ def main(
     checker        judges a list of sampled answers (evaluation.Checker)
     optimizer      a function like infra.optimizer.make_optimizer
     make_records   turns one record of the user's file into a list of records in our form (docs/data.md)"""
-    # A command without --model and --config gets its settings from config/demo.yaml.
+    # demo: the file in config/ for a command without --model and --config
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
     with run:  # ends the run, also after an error or a signal

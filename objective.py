@@ -1,8 +1,4 @@
-"""The interface of an algorithm: loss, mismatched pairs, z, metrics.
-
-An algorithm is a subclass of Objective, as in kto.py, dpo.py and examples/. Only `loss` must be defined.
-
-Reading order: Z, Objective, then PreferenceSettings, which kto.py and dpo.py share.
+"""The interface of an algorithm: a subclass of Objective, as in kto.py, dpo.py and examples/.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, L tokens of the longest
 completion, T tokens of a micro-batch's completions, n mismatched pairs.
@@ -28,39 +24,35 @@ Columns = dict[str, Tensor]
 
 
 class Z(NamedTuple):
-    """The z of a step, and the log-ratios from which it was computed. Both tensors are the same on all ranks."""
+    """The z of a step, and the log-ratios from which it was computed; the same on all ranks."""
 
     z_G: Tensor
-    """(G,) z of each example, in nats. The numbers are all equal unless `Objective.make_z` returns one per example.
-    kto.py logs their mean as `kl`, the name that other libraries use."""
+    """(G,) z of each example, in nats. kto.py logs their mean as `kl`, as other libraries call it."""
     mismatched_logratio_n: Tensor
     """(n,) the log-ratios of the mismatched pairs, in nats."""
 
 
 class Objective:
-    """An algorithm. Only `loss` must be defined.
-
-    A subclass sets the attributes below in its class or in __init__. They must not change during a fit, because the
-    thread that packs the next step reads them, too."""
+    """An algorithm. Only `loss` must be defined. The attributes below must not change during a fit, because the thread
+    that packs the next step reads them, too."""
 
     record_kind = "rated"
-    """The kind of records that it learns from: rated, paired, demonstrations or prompts."""
+    """The records that it learns from: rated, paired, demonstrations or prompts."""
     needs_mismatched_pairs = False
-    """Whether a step also scores mismatched pairs (x_i, y_j), without gradient, to make z."""
+    """Whether a step also scores mismatched pairs, without gradient, to make z."""
     needs_reference = True
     """False: no reference model is loaded, ref_logps is None, and a log-ratio is the policy's log-prob."""
     by_token = False
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     top_k = 0
-    """For distillation. If k > 0, log-probs are (B, K, L, 1 + k). At each position the first one belongs to the
-    completion's own token. The other k belong to the k most probable tokens of the reference, by which both models are
-    scored. An objective with top_k needs by_token and a reference, and has no mismatched pairs."""
+    """For distillation. If k > 0, log-probs are (B, K, L, 1 + k): of the completion's own token, then of the k most
+    probable tokens of the reference. It needs by_token and a reference, and no mismatched pairs."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
     def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
         """Fill in settings that depend on data.train, and return all settings. Called once, on every rank, before the
-        models are loaded. The result is written to settings.yaml."""
+        models are loaded."""
         return cfg
 
     def loss(
@@ -70,86 +62,72 @@ class Objective:
         batch: MicroBatch,
         z_B: Tensor,
     ) -> tuple[Tensor, Columns]:
-        """Returns the loss (B,) of each example, not their mean, and {column: (B,)}. `metrics` gets the columns of
-        all examples of the step.
+        """Returns the loss (B,) of each example, and columns (B,) for `metrics`. Validation calls this method, too. The
+        loop multiplies each loss by the weight of its record, and logs the product as the column `loss`.
 
-        logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` returns. z_B:
-        (B,) z of each example. The loop multiplies each loss by the weight of its record, and logs the
-        product as the column `loss`. Validation calls this method too.
+        logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` returns. z_B: (B,).
 
         A step may be split into micro-batches in any way. Therefore the loss of an example must not depend on the other
-        examples of its micro-batch: no mean over B. batch.step has numbers of the whole step, such as size, n_desirable
-        and reward, but no log-probs. Before the first step the losses of a few examples are computed in one micro-batch
-        and again one by one. They must be equal."""
+        examples of its micro-batch: no mean over B. (The start check compares a micro-batch with its examples one by
+        one.) batch.step has numbers of the whole step, such as size and n_desirable, but no log-probs."""
         raise NotImplementedError
 
     def reduce_tokens(
         self, logps: Tensor, ref_logps: Tensor | None, length_BK: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Turns the models' log-probs into what `loss` and `logratio` receive, for the loss and for z. The default is
-        the identity.
-
-        The models give (B, K), or with by_token (B, K, L) with 0 beyond the end of a completion. The result must be
-        (B, K) if the objective has mismatched pairs or average_logps: z and the average need one number for each
-        completion."""
+        """Turns the models' log-probs into what `loss` and `logratio` receive. The models give (B, K), or with by_token
+        (B, K, L) with 0 beyond the end of a completion. The result must be (B, K) if the objective has mismatched pairs
+        or average_logps."""
         return logps, ref_logps
 
     def mismatched_completions(
         self, examples: list[Example]
     ) -> Sequence[np.ndarray | list[int] | None]:
-        """For each example the token ids of a completion that forms a mismatched pair with the example's prompt, or
-        None if the example has no pair. Called only if needs_mismatched_pairs is True.
+        """For each example the token ids of a completion that forms a mismatched pair with the example's prompt; None
+        if the example has no pair. By default it is the completion of the next example that has another prompt and
+        another completion. Called for training steps, validation and the start check, if needs_mismatched_pairs.
 
-        The default takes the completion of the next example that has another prompt and another completion. It runs
-        in the thread that packs the next step.
-
-        An override runs in the main thread at the start of its step, and all ranks use the result of rank 0. It may use
-        what after_step has changed, unless reference_cache is set: then it is also called for all steps before the
-        training, and must return the same completions both times. It is also called for validation, for the test split
-        and before the first step."""
+        An override runs at the start of its step, so it may use what after_step has changed. All ranks use the result
+        of rank 0. With reference_cache it is called twice for each step, and must return the same completions."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: Columns, z: Z) -> dict:
-        """A row of metrics.csv or val.csv: {name: number, or None for an empty cell}. columns: {name: (G,) float64}, of
-        all examples of the step, on the CPU."""
+        """A row of metrics.csv or val.csv: {name: number, or None for an empty cell}. columns: those of all G examples,
+        in float64, on the CPU."""
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(self, logps: Tensor, ref_logps: Tensor | None, length_BK: Tensor) -> Tensor:
-        """The log-ratio r = log policy - log reference, in nats. Loss, z and rewards are computed from log-ratios. With
-        average_logps all three tensors must be (B, K)."""
+        """The log-ratio r = log policy - log reference, in nats. With average_logps all three tensors must be
+        (B, K)."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / length_BK if self.average_logps else r
 
     def make_z(self, logratio_n: Tensor, step: Step) -> Tensor | float:
-        """z of a step, from the log-ratios (n,) of its mismatched pairs. The default is their mean, clamped to at least
-        0, as an estimate of a KL divergence. Clamping each log-ratio instead would make z too large.
+        """z of a step, from the log-ratios (n,) of its mismatched pairs: one number, or (G,). By default it is their
+        mean, clamped to at least 0. (Clamping each log-ratio would make z too large.)
 
-        Returns one number, or (G,) with a number for each example. Pair i belongs to example step.mismatched_index[i].
-        n may be 0; it always is if needs_mismatched_pairs is False. Validation calls this method too, so the method
-        must not change state."""
+        Pair i belongs to example step.mismatched_index[i]. n may be 0; without mismatched pairs it always is.
+        Validation calls this method, too, so it must not change state."""
         z = logratio_n.mean() if len(logratio_n) else logratio_n.new_zeros(())
         return z.clamp(min=0)
 
     def after_step(self, step: Step, columns: Columns, z: Z) -> None:
-        """Update state that the objective keeps from step to step. Called once in each training step, before the
-        weights change. Never called in validation.
-
-        The columns cover all G examples. They are on the CPU and the same on all ranks. step.examples[i].number
-        is the place of an example in data.train, the same in all epochs."""
+        """Update state that the objective keeps from step to step. Called in each training step, before the weights
+        change. The columns of all G examples are on the CPU, the same on all ranks. step.examples[i].number is the
+        place of an example in data.train."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
-        """A module of your own on the policy's hidden states, such as a value head. Its input is (T, width): for each
-        token of the completions the hidden state that predicts this token. The state has seen the prompt and the
-        tokens before this token. The output is (T, ...). The loss gets it as batch.outputs (B, K, L, ...).
+        """A module on the policy's hidden states, such as a value head. Its input is (T, width): for each token of the
+        completions the hidden state that predicts it. Its output is (T, ...), which the loss gets as batch.outputs
+        (B, K, L, ...).
 
-        The module becomes a part of the policy: it is trained by the same optimizer, sharded, saved and resumed. It is
-        not exported. The loss may use the outputs, but not the module's parameters. In a sharded run a rank has all
-        parameters only during a forward."""
+        The module is trained, sharded, saved and resumed with the policy, but not exported. The loss must not use its
+        parameters: in a sharded run a rank has them only during a forward."""
         return None
 
     def state_dict(self) -> dict:
-        """The attributes that a checkpoint saves and a resume sets, as {attribute: value}. A value is a number, a text
-        or a list of these, so convert tensors by float(x) or x.tolist()."""
+        """{attribute: value} for a checkpoint. A value is a number, a text or a list of these, so convert tensors by
+        float(x) or x.tolist()."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -166,7 +144,7 @@ class Objective:
 
 
 def mean(x: Tensor) -> float | None:
-    """The mean of a 1-D tensor, or None, an empty cell, if the tensor is empty."""
+    """The mean of a 1-D tensor; None if it is empty."""
     return x.mean().item() if len(x) else None
 
 
@@ -199,7 +177,7 @@ class PreferenceSettings:
     """The settings that kto.py and dpo.py share."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the pull back to the reference. A larger beta keeps the policy closer to it."""
+    """A larger beta keeps the policy closer to the reference."""
     average_logps: bool = False
     """Divide each log-ratio by the number of its tokens, also in z, and the log-likelihood of the SFT loss."""
     sft_loss_weight: NonNegativeFloat = 0.0

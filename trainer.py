@@ -1,13 +1,8 @@
-"""The loop: steps, their gradients, and what happens between steps: validations, checkpoints, stops.
-
-A Trainer trains the policy of a Run (run.py) by an Objective (objective.py).
-
-Reading order: Trainer.fit; train_step; gradient, with its two orders; the parts of a step. Validation and the end of
-a run are in evaluation.py.
+"""The loop: steps, their gradients, and what happens between steps. A Trainer trains the policy of a Run (run.py) by an
+Objective (objective.py). Validation and the end of a run are in evaluation.py.
 
 The split of a step over micro-batches, devices and shards changes the loss, z and the gradient by rounding only (LoRA
-dropout aside). There are two reasons. z is computed once for the whole step. Every loss is divided by G, the number of
-examples of the whole step.
+dropout aside): z is computed once for the whole step, and every loss is divided by G, the number of its examples.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example, n mismatched pairs.
 """
@@ -43,17 +38,16 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        # whether the present step writes a row of metrics.csv; only such a step computes the entropy
+        # whether the present step writes a row of metrics.csv, with the entropy
         self.row_is_due = True
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
-        """Train on `examples` up to step plan.end. Returns False if a signal or stop_at ended the run before its last
-        step. A signal during a validation raises Interrupted instead.
+        """Train on data.train, for all steps of the run. spin.py and online.py train in iterations: they call it for
+        each one, with its examples and a plan of its steps, plan.begin + 1 to plan.end (infra/optimizer.py).
 
-        A run has the steps 1 to plan.total. By default one call makes them all, from data.train. spin.py and online.py
-        train in iterations, each with other examples: one call for each, with a plan of the steps plan.begin + 1 to
-        plan.end (class Plan in infra/optimizer.py)."""
+        Returns False if a signal or stop_at ended the run before its last step. A signal during a validation raises
+        Interrupted instead."""
         run = self.run
         assert plan or run.last_step == 0, "fit: a second fit needs a plan"
         examples = run.examples["train"] if examples is None else examples
@@ -64,14 +58,12 @@ class Trainer:
             self.train_step(step, micro_batches, plan)
             step_number = run.state.step
             val_is_due = is_due(step_number, run.cfg.val_interval, plan)
-            # validate asks the checker only if the checker is due
             if val_is_due or evaluation.checker_is_due(run, plan):
                 evaluation.validate(self, plan)
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
             if save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
             if run.objective.needs_reference:
-                # three times in a run: a line if its log-ratios or its gradient look wrong
                 run.logger.health(step_number, plan, len(run.examples["val"]))
             reason = run.stop.reason or ("stop_at" if step_number == run.cfg.stop_at else "")
             if reason and step_number < plan.total:
@@ -87,36 +79,34 @@ class Trainer:
         step_number = run.state.step
         self.row_is_due = is_due(step_number, run.cfg.log_interval, plan)
         seed_user_code(run.fabric, run.cfg.seed, step_number)
-        run.policy.train()  # everywhere else the policy is in eval mode
+        run.policy.train()  # elsewhere it is in eval mode
         columns, z = self.gradient(step, micro_batches)
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
-        # one copy to the CPU for all of them, because the host waits for the device at each copy
+        # one copy for all, because the host waits for the device at each copy
         columns, z = on_cpu(columns | {"grad_norm": grad_norm}, z)
         grad_norm = columns.pop("grad_norm").item()
-        # A collective: a signal to one rank stops all ranks. It is cheap here, because the device is idle.
+        # a signal to one rank stops all ranks
         run.stop.agree(run.fabric.device)
         checks.check_finite(step, columns["loss"], z, grad_norm, step_number)
-        entropy_G = columns.pop("entropy", None)  # a column of the loop, not of the objective
+        entropy_G = columns.pop("entropy", None)  # of the loop, not of the objective
         row = self.metrics_row(columns, z) if self.row_is_due else {}
         with user_code("after_step"):
             run.objective.after_step(step, columns, z)
         lr = self.optimizer_step(plan)
-        # On a GPU the optimizer may still be at work. Its time then counts in the next step.
         seconds = time.perf_counter() - began
         if self.row_is_due:
             own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, entropy_G, plan)
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
-        # Can the objective's state be saved? Asked soon, because the next checkpoint may come hours later.
+        # refused now, not hours later by the next checkpoint
         if step_number == run.saved_step + 1:
             checks.check_state_dict(run.objective)
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """The remaining steps, each with this rank's packed micro-batches. A thread packs the next step while a step
-        runs. If the objective overrides `mismatched_completions`, no step is packed ahead, because the completions may
-        depend on the step before."""
+        runs, unless the objective overrides `mismatched_completions`, which may depend on the step before."""
         run = self.run
         steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
         # iterating over a step packs its micro-batches
@@ -129,15 +119,14 @@ class Trainer:
 
     def gradient(self, step: Step, micro_batches: list[MicroBatch]) -> tuple[Columns, Z]:
         """Add the gradient of a step to the `grad` of the policy's weights. Returns the columns of all G examples, and
-        z. Both are the same on all ranks.
+        z, the same on all ranks.
 
-        The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z usually comes
-        first, in a pass without gradient (z_first).
+        The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z comes first,
+        in a pass without gradient (z_first).
 
-        A step with mismatched pairs and one micro-batch per rank takes another order (policy_forward_first). The
-        policy's forward comes before z, and the mismatched pairs reuse the prompts that this forward has computed. This
-        saves a pass over the prompts. With several micro-batches this order would need too much memory: the activations
-        of all micro-batches would have to be kept until z is known.
+        With one micro-batch per rank the policy's forward may come before z (policy_forward_first). The mismatched
+        pairs then reuse the prompts that it has computed, which saves a pass over the prompts. Several micro-batches
+        would have to keep all their activations until z is known.
 
         Both orders give the same numbers up to rounding (dropout aside)."""
         step.move_to(self.run.fabric.device)
@@ -164,8 +153,8 @@ class Trainer:
         return self.columns_of_all_ranks(columns_G), z
 
     def policy_forward_first(self, step: Step, micro: MicroBatch) -> tuple[Columns, Z]:
-        """The policy's forward of the only micro-batch; then z, by passes that reuse the forward's prompts; then loss
-        and backward. The passes for z have no gradient, so they do not disturb DDP and FSDP2."""
+        """The policy's forward of the only micro-batch; then z, by passes that reuse its prompts; then loss and
+        backward."""
         micro = micro.to(self.run.fabric.device)
         scores = self.forward(micro.packed, keeps_prompts=True)
         mismatched_logratio_G = step.zeros()
@@ -177,17 +166,15 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, step: Step) -> tuple[Columns, Z]:
-        """The same columns and z as `gradient`, but no gradient and no column `entropy`. The step may be a whole
-        validation split, too large to be packed at once. Therefore each of the two passes packs its micro-batches one
-        by one."""
+        """Columns and z as by `gradient`, without the gradient and the column `entropy`. The step may be a whole
+        validation split, so each of the two passes packs its micro-batches one by one."""
         step.move_to(self.run.fabric.device)
         return self.z_first(step, micro_batches=step)
 
     def score_examples(self, examples: list[Example], title: str = "scoring") -> tuple[Columns, Z]:
-        """Score all these examples as one step with one z. Therefore the numbers do not depend on batch_size or on the
-        number of ranks, up to rounding. Returns the columns of all examples, and z, on the CPU. A collective."""
+        """Columns and z of all these examples, as one step, on the CPU. The numbers do not depend on batch_size, nor on
+        the number of ranks, up to rounding. A collective."""
         step = self.make_step(examples)
-        # each of the two passes counts the examples of this rank
         with progress(title, 2 * step.size // self.run.fabric.world_size):
             return on_cpu(*self.score(step))
 
@@ -200,11 +187,9 @@ class Trainer:
         mismatched_logratio_G: Tensor,
         prompts: PromptCache | None = None,
     ) -> Scores:
-        """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the scores of the
-        reference. Writes the log-ratios of the pairs, in nats, into mismatched_logratio_G. prompts: the policy's cached
-        prompts, if its forward came first.
-
-        In a training step the policy is in train mode, so LoRA dropout also affects z."""
+        """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the reference's
+        scores. Writes the log-ratios of the pairs into mismatched_logratio_G. prompts: those of the policy's forward,
+        if it came first. (In a training step LoRA dropout also affects z.)"""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
         ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
@@ -215,14 +200,14 @@ class Trainer:
             with user_code("reduce_tokens"):
                 logps, ref_logps = objective.reduce_tokens(logps, ref_logps, packed.length_BK)
             r_BK = objective.logratio(logps, ref_logps, packed.length_BK)
-            micro.put(r_BK[:, 0], mismatched_logratio_G)  # a pair has one completion, so K is 1
+            micro.put(r_BK[:, 0], mismatched_logratio_G)  # a pair has one completion
         return ref_scores._replace(prompts=None)  # frees the cached prompts
 
     @torch.no_grad()
     def z_of_step(self, step: Step, mismatched_logratio_G: Tensor) -> Z:
         """z from the log-ratios of the mismatched pairs of all ranks. mismatched_logratio_G: those of this rank, and 0
-        for the examples of other ranks."""
-        all_reduce(mismatched_logratio_G)  # the sum has the log-ratios of all ranks
+        for the examples of other ranks, so that the sum over ranks has all."""
+        all_reduce(mismatched_logratio_G)
         mismatched_logratio_n = mismatched_logratio_G[step.mismatched_index]
         with user_code("make_z"):
             z = self.run.objective.make_z(mismatched_logratio_n, step)
@@ -237,10 +222,8 @@ class Trainer:
         prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
     ) -> Scores:
-        """The policy's scores of a packed batch: log-probs, outputs of the objective's module, and more (class Scores
-        in model.py). In training the log-probs have a gradient. prompts: use these cached prompts. keeps_prompts: cache
-        the prompts of this forward. All scores of the policy come from here: for the loss, for z, in validation and in
-        the start check."""
+        """The policy's scores of a packed batch (class Scores in model.py), always: for the loss, for z, in validation
+        and in the start check. prompts: use these cached prompts. keeps_prompts: cache those of this forward."""
         by_token = self.run.objective.by_token
         entropy = self.row_is_due and torch.is_grad_enabled()
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
@@ -248,8 +231,7 @@ class Trainer:
     def reference_forward(
         self, packed: PackedBatch, prompts: PromptCache | None = None, keeps_prompts: bool = False
     ) -> Scores:
-        """The reference's log-probs of a packed batch, with those of its top_k most probable tokens if the objective
-        asks for them. logps is None if the objective needs no reference."""
+        """The reference's scores of a packed batch; logps is None if the objective needs no reference."""
         objective = self.run.objective
         if not objective.needs_reference:
             return Scores(logps=None)
@@ -273,7 +255,7 @@ class Trainer:
         loss_B, columns = self.micro_batch_loss(micro, scores, ref_logps, z.z_G)
         if torch.is_grad_enabled():
             # DDP and FSDP2 average gradients over ranks, so multiply by their number. A filler (packing.Part) counts
-            # nothing, but its backward runs too, because the backward of a sharded model is a collective.
+            # nothing, but its backward runs, because that of a sharded model is a collective.
             factor = 0.0 if micro.part.filler else self.run.fabric.world_size / micro.step.size
             self.run.fabric.backward(loss_B.sum() * factor)
         if not columns_G:
@@ -289,8 +271,7 @@ class Trainer:
         ref_logps: Tensor | None,
         z_G: Tensor,
     ) -> tuple[Tensor, Columns]:
-        """The losses (B,) of a micro-batch, multiplied by the weights of the records, and its columns. ref_logps: the
-        reference's log-probs of the own completions."""
+        """The losses (B,) of a micro-batch, multiplied by the weights of the records, and its columns."""
         objective = self.run.objective
         batch = replace(micro, outputs=scores.outputs)
         with user_code("loss"):
@@ -306,18 +287,16 @@ class Trainer:
 
     def gradient_sync(self, is_last: bool) -> AbstractContextManager:
         """A context for the forward and backward of a micro-batch. DDP averages gradients over ranks in the last
-        micro-batch only. FSDP2 does so in every micro-batch, because otherwise every rank would hold the whole
-        gradient."""
+        micro-batch only; FSDP2 in every one, because otherwise every rank would hold the whole gradient."""
         if is_last or self.run.cfg.strategy == "fsdp":
             return nullcontext()
         return self.run.fabric.no_backward_sync(self.run.policy)
 
     def columns_of_all_ranks(self, columns_G: Columns) -> Columns:
-        """The columns of all examples, the same on all ranks. columns_G has those of this rank, and 0 for the examples
-        of other ranks. Their sum over ranks has all."""
+        """The columns of all examples. columns_G has those of this rank, and 0 for the examples of other ranks, so that
+        the sum over ranks has all."""
         run = self.run
-        # All ranks need one order of the columns, and take rank 0's. A broadcast makes the host wait, so there is one
-        # for each kind of step only.
+        # All ranks take rank 0's order of the columns. A broadcast makes the host wait, so each kind of step has one.
         kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
@@ -330,15 +309,14 @@ class Trainer:
     # ---- after the gradient ----------------------------------------------------------------------
 
     def metrics_row(self, columns: Columns, z: Z) -> dict[str, float | None]:
-        """A row of the objective's metrics. All tensors are on the CPU. Raises BadInput and Failed."""
-        # copies, because metrics may change its arguments in place
+        """A row of the objective's metrics. Raises BadInput and Failed."""
+        # copies, because metrics may change its arguments
         copies = {name: x.clone() for name, x in columns.items()}
         with user_code("metrics"):
             return checks.check_row(self.run.objective.metrics(copies, z))
 
     def optimizer_step(self, plan: Plan) -> float:
-        """Update the weights with the learning rate of this step, and clear the gradient. Returns the learning rate of
-        the optimizer's first group."""
+        """Update the weights, and clear the gradient. Returns the learning rate of the optimizer's first group."""
         run = self.run
         groups = run.optimizer.param_groups
         for group in groups:
@@ -352,7 +330,7 @@ class Trainer:
     def loop_row(self, step: Step, entropy_G: Tensor, plan: Plan) -> dict[str, float]:
         """The loop's own columns of metrics.csv."""
         run = self.run
-        # entropy_G has means per example. Weighted by token counts they give the mean per token.
+        # from the means of the examples to the mean of all tokens
         n_tokens = [sum(map(len, example.completions)) for example in step.examples]
         entropy = np.average(entropy_G, weights=n_tokens)
         return {
@@ -373,14 +351,13 @@ class Trainer:
                 seed_user_code(run.fabric, run.cfg.seed, run.state.step)
             with user_code("mismatched_completions"):
                 completions = run.objective.mismatched_completions(examples)
-            # a fork may draw other random numbers on each rank, so all ranks take the result of rank 0
-            if overrides:
+            if overrides:  # which may draw other random numbers on each rank
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.budget)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device, and count its examples for the lines of progress. Raises Interrupted
-        after a signal, except in a training step, which always runs to its end."""
+        """Move each micro-batch to the device. Raises Interrupted after a signal, except in a training step, which
+        always runs to its end."""
         run = self.run
         for micro in micro_batches:
             yield micro.to(run.fabric.device)
@@ -394,16 +371,16 @@ class Trainer:
         """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        # The policy has become the reference after reference_step, which is 0 or the last step before an iteration.
+        # reference_step: 0, or the step after which the policy has become the reference
         if run.state.step == run.reference_step:
             checks.check_start(self, examples)
-        # A reference is released, and no longer in memory, once its cache has all log-probs of the run.
+        # released: an earlier fit has cached all log-probs
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
-        # unvalidated: the run had been stopped during the validation of this step
+        # unvalidated: the run was stopped during the validation of this step
         if run.state.step == 0 or run.state.unvalidated:
             evaluation.validate(self, plan)
 
     def finish(self) -> None:
-        """Compare answers before and after; export; score the test split: see evaluation.finish."""
+        """Compare answers before and after, export, score the test split."""
         evaluation.finish(self)
