@@ -4,7 +4,6 @@ and in the loop (trainer.py)."""
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from difflib import get_close_matches
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -32,9 +31,6 @@ from packing import Part
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_sources
 from records.tokenizer import Tokenizer
-
-# of val.csv, by the checker: empty in rows without a check
-CHECKER_COLUMNS = ("checker_accuracy", "kl/own")
 
 if TYPE_CHECKING:
     from trainer import Trainer
@@ -115,44 +111,18 @@ def idle_rules(
     has_checker: bool,
 ) -> list[IdleRule]:
     """When settings have no effect, given the other settings, these records and the chat template."""
-    train = examples["train"]
     val = examples["val"]
-    test = examples["test"]
-    kind = objective.record_kind
-    shares = zip((train, val, test), split_commas(cfg.data.split))
+    shares = zip(examples.values(), split_commas(cfg.data.split))
     is_share_empty = any(float(share) and not found for found, share in shares)
-    has_both = kind in ("rated", "paired")
-    is_checked = has_checker and bool(val or test)
-    # each iteration of spin.py and online.py ends with a check
-    checks_once = cfg.eval.check_interval is None and kind not in ("demonstrations", "prompts")
-    is_of_checks = cfg.keep_best in CHECKER_COLUMNS
-    is_sampled = is_checked or bool(val and cfg.eval.samples)
-    rates_by_checker = kind == "prompts"  # online.py
-    rated = kind == "rated"
-    down = [not e.label for e in train]
-    sampling = [f"eval.{setting.name}" for setting in fields(Sampling)]
-    is_distinct = len({e.prompt_key for e in train}) == len(train)
-    chosen, rejected = zip(*(e.rewards for e in train)) if kind == "paired" else ([None], [None])
+    is_online = objective.record_kind == "prompts"
+    is_checked = has_checker and bool(val or examples["test"] or is_online)
     return [
         *cfg.idle_rules(),
         *tokenizer.idle_rules(tokenizer.has_rendered, "data."),
         (is_share_empty, "data.split", "a share is empty: there are too few conversations"),
         (not val, "val_interval eval.samples keep_best", "no records are held out"),
-        (
-            is_of_checks and checks_once,
-            "keep_best",
-            "of the end alone: give eval.check_interval, too",
-        ),
-        (not (has_checker and val), "eval.check_interval", "no answers are checked"),
-        (not is_checked, "eval.prompts", "no answers are checked"),
-        (not is_checked and not rates_by_checker, "eval.check", "no records are held out"),
-        (not is_sampled, " ".join(sampling), "no answers to held-out prompts are sampled"),
-        (has_both and is_distinct, "data.group_by_prompt", "each prompt has one example"),
-        (rated and all(down), "kto.desirable_weight kto.balance", "there are no thumbs up"),
-        (rated and not any(down), "kto.undesirable_weight kto.balance", "there are no thumbs down"),
-        (rates_by_checker, "kto.balance", "there are no ratings: use online.balance"),
-        (None not in chosen, "dpo.chosen_reward", "each record gives its own"),
-        (None not in rejected, "dpo.rejected_reward", "each record gives its own"),
+        (not is_checked, "eval.check eval.check_interval eval.prompts", "no answers are checked"),
+        (is_online, "kto.balance", "there are no ratings: use online.balance"),
     ]
 
 
@@ -243,14 +213,6 @@ def as_python(x: Any) -> Any:
     """A number of torch or numpy, also one in a tensor or array, as Python's own; all else as it is."""
     n = x.numel() if isinstance(x, Tensor) else getattr(x, "size", None)
     return x.item() if n == 1 else x
-
-
-def check_z(z: Tensor, step: Step) -> None:
-    """Refuse what an objective's make_z returned, unless it is one number, or one for each example."""
-    if z.shape not in ((), (step.size,)):
-        raise BadInput(
-            f"make_z: one number or ({step.size},), one for each example, not {tuple(z.shape)}"
-        )
 
 
 def check_loss(given: object, B: int) -> tuple[Tensor, Columns]:

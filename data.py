@@ -39,7 +39,7 @@ def step_examples(
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # The number of an epoch seeds its order. It is new in the run: an iteration has fewer epochs than steps.
+            # plan.begin + epoch is another number in each epoch of the run: no iteration has more epochs than steps
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
@@ -77,9 +77,7 @@ def made_ahead(items: Iterator) -> Iterator:
 
 def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
     """For each example the (first) completion of the next example, in circular order, that has another prompt and
-    another completion. None if there is no such example.
-
-    A shift by one is not enough: the next example is often another rating of the same prompt."""
+    another completion; None if there is no such example. (A shift by one may give another rating of the prompt.)"""
     prompts = [e.prompt_key for e in examples]
     completions = [e.completions[0].tobytes() for e in examples]
     G = len(examples)
@@ -117,7 +115,7 @@ class Step:
         self.n_desirable = sum(e.label for e in examples)
         # (G,) True: desirable
         self.label = torch.tensor([e.label for e in examples])
-        # (G,) graded rewards (see graded_reward)
+        # (G,) rewards (see graded_reward)
         self.reward = torch.tensor([graded_reward(e) for e in examples])
         # (G,) the weights of the records, by which the loop multiplies their losses
         self.weight = torch.tensor([e.weight for e in examples])
@@ -127,15 +125,14 @@ class Step:
         # None: the step has no mismatched pairs
         self.mismatched_completions: list[np.ndarray] | None = None
         if mismatched_completions is not None:
-            # Own and mismatched completions are packed as two batches of the same prompts, because one may read the
-            # prompts that the other has computed. So an example without a pair gets any completion, and
-            # Trainer.z_of_step leaves out its log-ratio.
+            # Own and mismatched completions are two batches of the same prompts. So an example without a pair gets any
+            # completion, and Trainer.z_of_step leaves out its log-ratio.
             any_completion = examples[0].completions[0]
             self.mismatched_completions = [
                 any_completion if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        # L, the tokens of the step's longest completion: one for all micro-batches, so that a sum over L rounds equally
+        # L, the tokens of the step's longest completion. With one L in all micro-batches sums over L round equally.
         completions = [e.completions for e in examples]
         lengths = map(len, chain(*completions, self.mismatched_completions or []))
         self.longest = max(lengths, default=0)
@@ -212,7 +209,7 @@ class MicroBatch:
 
     @property
     def reward(self) -> Tensor:
-        """(B,) graded rewards (see graded_reward)."""
+        """(B,) rewards (see graded_reward)."""
         return self.step.reward[self.index_B]
 
     @property

@@ -26,7 +26,7 @@ from evaluation import Checker
 from infra.console import run_cli
 from infra.devices import to_device
 from infra.parse import parse
-from infra.settings import IdleRule, Number, RunSettings
+from infra.settings import Number, RunSettings
 from objective import Columns, Objective, PreferenceSettings, Z, join_columns, mean, share_above_0
 from records.examples import Example
 from run import setup
@@ -91,14 +91,6 @@ class DPOSettings(PreferenceSettings):
 @dataclass(frozen=True)
 class Settings(RunSettings):
     dpo: DPOSettings = DPOSettings()
-
-    def idle_rules(self) -> list[IdleRule]:
-        rpo_settings = "dpo.gt_reward_scale dpo.chosen_reward dpo.rejected_reward"
-        is_rpo = self.dpo.loss.startswith("rpo")
-        return [
-            *super().idle_rules(),
-            (not is_rpo, rpo_settings, f"{self.dpo.loss} reads no true rewards"),
-        ]
 
 
 class DPO(Objective):

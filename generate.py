@@ -26,7 +26,6 @@ from infra.files import as_lines, write_whole
 from infra.parse import parse_command
 from infra.random_numbers import mixed
 from infra.settings import (
-    GREEDY,
     LocalPath,
     Sampling,
     idle_settings,
@@ -210,13 +209,7 @@ def answer_file(model: AskedModel, args: Ask, out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
     for_files = "out extra num_generations batch_size"
-    faults = idle_settings(
-        args,
-        [
-            (not args.prompts, for_files, "only with --prompts"),
-            (args.temperature == 0, "top_p seed num_generations", GREEDY),
-        ],
-    )
+    faults = idle_settings(args, [(not args.prompts, for_files, "only with --prompts")])
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")
     out = Path(args.out).expanduser()

@@ -8,17 +8,16 @@ To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run the
 `main`, as the files in examples/ do.
 
 The log-ratio of a completion, r = log policy - log reference, says how much more probable the completion has become.
-The loss compares r with z, an estimate of KL(policy || reference) in nats. The KL is the mean r of answers that the
-policy samples. Sampling is slow, so the paper takes mismatched pairs instead: prompts with the completions of other
-prompts. z is the mean r of the step's mismatched pairs, clamped to at least 0. It is only a rough estimate, because
-these completions are no samples of the policy.
+The loss compares r with z, an estimate of KL(policy || reference) in nats: the mean r of the step's mismatched pairs,
+clamped to at least 0. A mismatched pair is a prompt with the completion of another prompt. The estimate is rough,
+because these completions are no samples of the policy, but sampling would be slow.
 
 Differences from the paper and from other implementations:
 - z is one number for a whole optimizer step, made from all its micro-batches and devices.
 - A mismatched pair never has a completion of its own prompt.
-- Before the first step, r must be exactly 0 on a few examples (unless --reference names another model).
+- A run does not start unless r is exactly 0 on a few examples (or --reference names another model).
 
-The loop is in trainer.py. The other methods that an algorithm may override are in objective.py.
+trainer.py has the loop, objective.py the other methods that an algorithm may override.
 
 Shape letters: G examples of a step, B of a micro-batch, K completions of an example (here 1), n mismatched pairs.
 """
@@ -55,8 +54,7 @@ class KTOSettings(PreferenceSettings):
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of a thumbs down (lambda_U)."""
     balance: bool = False
-    """Replace both weights by those with which the thumbs up and the thumbs down of data.train count equally, as the
-    KTO paper advises."""
+    """Choose both weights so that the thumbs up and down of data.train count equally, as the KTO paper advises."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def kto_loss(logratio_B: Tensor, z_B: Tensor, desirable_B: Tensor, args: KTOSett
     """The loss of the paper, lambda_y - v(x, y), for each example. For thumbs up it tends to 0 as the log-ratio rises
     above z, and to lambda_D as it falls below z. For thumbs down it is the other way round.
 
-    logratio_B and z_B are in nats. z_B has no gradient. desirable_B is bool."""
+    logratio_B and z_B (z of each example, without gradient) are in nats. desirable_B is bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
     lambda_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
     return lambda_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))
@@ -80,7 +78,7 @@ class KTO(Objective):
     def __init__(self, args: KTOSettings):
         self.args = args
 
-    # Cached properties, so that a subclass may simply write average_logps = True.
+    # cached, so that a subclass may set them, in its class or in __init__
 
     @cached_property
     def average_logps(self) -> bool:
@@ -88,11 +86,11 @@ class KTO(Objective):
 
     @cached_property
     def needs_mismatched_pairs(self) -> bool:
-        """apo_zero_unpaired is the same loss with z = 0. Without pairs make_z returns 0."""
+        """Without pairs z is 0, as apo_zero_unpaired wants it."""
         return self.args.loss == "kto"
 
     def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
-        """If kto.balance is set, compute both weights from the ratings."""
+        """For kto.balance: set both weights."""
         if not self.args.balance:
             return cfg
         up, down = class_weights(train)
@@ -114,7 +112,7 @@ class KTO(Objective):
         nll_B = -logp_B
         if self.average_logps:
             nll_B = nll_B / batch.length[:, 0]
-        # The loop divides the sum of the losses by G, but this loss is a mean over the desirable examples.
+        # The loop divides the sum of the losses by G, but the SFT loss is a mean over the desirable examples.
         scale = batch.step.size / max(1, batch.step.n_desirable)
         sft_loss_B = torch.where(batch.label, nll_B, 0) * scale
         loss_B = preference_loss_B + args.sft_loss_weight * sft_loss_B
@@ -145,7 +143,7 @@ class KTO(Objective):
             "rewards/std": reward_G.std().item() if len(reward_G) > 1 else None,
             "logps/chosen": mean(logp_G[desirable_G]),
             "logps/rejected": mean(logp_G[~desirable_G]),
-            # the share of examples with r on the right side of 0: above for thumbs up, below for thumbs down
+            # the share of examples with r above 0 for thumbs up, below 0 for thumbs down
             "accuracy": share_above_0(sign_G * logratio_G),
         }
         inputs = ("logratio", "logp", "desirable")  # used above, but not logged
@@ -186,7 +184,7 @@ def main(
     checker        judges a list of sampled answers (evaluation.Checker)
     optimizer      a function like infra.optimizer.make_optimizer
     make_records   turns one record of the user's file into a list of records in our form (docs/data.md)"""
-    # demo: the file in config/ for a command without --model and --config
+    # a command without --model and --config starts from config/demo.yaml
     cfg = parse(settings, argv, objective, demo="demo.yaml")
     run = setup(cfg, objective(cfg.kto), checker, optimizer, make_records=make_records)
     with run:  # ends the run, also after an error or a signal

@@ -45,14 +45,13 @@ class Objective:
     by_token = False
     """True: `reduce_tokens` gets the log-probs of each token, (B, K, L)."""
     top_k = 0
-    """For distillation. If k > 0, log-probs are (B, K, L, 1 + k): of the completion's own token, then of the k most
-    probable tokens of the reference. It needs by_token and a reference, and no mismatched pairs."""
+    """For distillation. k > 0: log-probs are (B, K, L, 1 + k), of the completion's own token and of the reference's k
+    most probable tokens. Only with by_token and a reference, without mismatched pairs."""
     average_logps = False
     """Whether a log-ratio is divided by the number of its tokens (MicroBatch.length)."""
 
     def resolve(self, cfg: RunSettings, train: Sequence[Example]) -> RunSettings:
-        """Fill in settings that depend on data.train, and return all settings. Called once, on every rank, before the
-        models are loaded."""
+        """Fill in settings that depend on data.train, and return all settings. Called once, on every rank."""
         return cfg
 
     def loss(
@@ -68,8 +67,8 @@ class Objective:
         logps, ref_logps: log-probs of policy and reference, in nats, (B, K) or what `reduce_tokens` returns. z_B: (B,).
 
         A step may be split into micro-batches in any way. Therefore the loss of an example must not depend on the other
-        examples of its micro-batch: no mean over B. (The start check compares a micro-batch with its examples one by
-        one.) batch.step has numbers of the whole step, such as size and n_desirable, but no log-probs."""
+        examples of its micro-batch: no mean over B (the start check refuses it). batch.step has numbers of the whole
+        step, such as size and n_desirable, but no log-probs."""
         raise NotImplementedError
 
     def reduce_tokens(
@@ -83,12 +82,11 @@ class Objective:
     def mismatched_completions(
         self, examples: list[Example]
     ) -> Sequence[np.ndarray | list[int] | None]:
-        """For each example the token ids of a completion that forms a mismatched pair with the example's prompt; None
-        if the example has no pair. By default it is the completion of the next example that has another prompt and
-        another completion. Called for training steps, validation and the start check, if needs_mismatched_pairs.
+        """For each example the token ids of a completion that forms a mismatched pair with its prompt, or None. By
+        default: the completion of the next example that has another prompt and another completion.
 
-        An override runs at the start of its step, so it may use what after_step has changed. All ranks use the result
-        of rank 0. With reference_cache it is called twice for each step, and must return the same completions."""
+        An override runs at the start of its step, also in validation. It may use what after_step has changed, but not
+        with reference_cache, which calls it for all steps before the training. All ranks use the result of rank 0."""
         return next_mismatched_completions(examples)
 
     def metrics(self, columns: Columns, z: Z) -> dict:
@@ -97,8 +95,7 @@ class Objective:
         return {name: mean(column_G) for name, column_G in columns.items()}
 
     def logratio(self, logps: Tensor, ref_logps: Tensor | None, length_BK: Tensor) -> Tensor:
-        """The log-ratio r = log policy - log reference, in nats. With average_logps all three tensors must be
-        (B, K)."""
+        """The log-ratio r = log policy - log reference, in nats."""
         r = logps if ref_logps is None else logps - ref_logps
         return r / length_BK if self.average_logps else r
 
@@ -106,8 +103,8 @@ class Objective:
         """z of a step, from the log-ratios (n,) of its mismatched pairs: one number, or (G,). By default it is their
         mean, clamped to at least 0. (Clamping each log-ratio would make z too large.)
 
-        Pair i belongs to example step.mismatched_index[i]. n may be 0; without mismatched pairs it always is.
-        Validation calls this method, too, so it must not change state."""
+        Pair i belongs to example step.mismatched_index[i]. n may be 0. Validation calls this method, too, so it must
+        not change state."""
         z = logratio_n.mean() if len(logratio_n) else logratio_n.new_zeros(())
         return z.clamp(min=0)
 
@@ -117,12 +114,11 @@ class Objective:
         place of an example in data.train."""
 
     def make_module(self, width: int) -> torch.nn.Module | None:
-        """A module on the policy's hidden states, such as a value head. Its input is (T, width): for each token of the
-        completions the hidden state that predicts it. Its output is (T, ...), which the loss gets as batch.outputs
-        (B, K, L, ...).
+        """A module on the policy's hidden states, such as a value head: (T, width) -> (T, ...). Row t has the hidden
+        state that predicts token t of the completions. The loss gets the output as batch.outputs (B, K, L, ...).
 
         The module is trained, sharded, saved and resumed with the policy, but not exported. The loss must not use its
-        parameters: in a sharded run a rank has them only during a forward."""
+        parameters, which a rank of a sharded run has only during a forward."""
         return None
 
     def state_dict(self) -> dict:
@@ -179,6 +175,6 @@ class PreferenceSettings:
     beta: PositiveFloat = 0.1
     """A larger beta keeps the policy closer to the reference."""
     average_logps: bool = False
-    """Divide each log-ratio by the number of its tokens, also in z, and the log-likelihood of the SFT loss."""
+    """Divide log-ratios (also in z) and the SFT loss by the number of tokens."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the SFT loss: the negative log-likelihood of the desirable (chosen) completions."""

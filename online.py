@@ -115,11 +115,7 @@ def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> 
     right = sum(e.label for e in rated)
     cut = sum(a.cut for a in answers)
     tokens = sum(len(e.completions[0]) for e in examples)
-    n = len(examples)
-    share = f"{right / max(1, len(rated)):.1%}"
-    if len(rated) < n:
-        share += f" of {len(rated):,} that are rated"
-    counts = f"{n:,} examples, {right:,} right ({share}), {cut:,} cut"
+    counts = f"{len(examples):,} examples, {right:,} of {len(rated):,} rated right, {cut:,} cut"
     say(f"iteration {i}: {counts}, {tokens:,} tokens")
     rows = []
     for answer, example in zip(answers[:4], examples):

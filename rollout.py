@@ -19,7 +19,6 @@ batch, so a resume finds whole batches. iterations/rated-N.jsonl has these recor
 read, and the examples that the iteration learns from.
 """
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from jsonargparse.typing import PositiveInt
 
 from checks import check_merging
 from data import Step
-from infra.console import BadInput, Failed, advance, progress, say, user_code, user_error
+from infra.console import BadInput, Failed, advance, progress, say, user_code
 from infra.devices import all_reduce, on_rank_0
 from infra.files import as_lines, publish_folder, read_lines, write_whole
 from infra.optimizer import Plan, check_iterations, iteration_plans
@@ -195,8 +194,7 @@ def engine_answers(
 
     def ask_engine() -> WithLogps:
         with user_code("rollout"):
-            answers = run.rollout(*questions)
-        return read_engine(answers, len(batch))
+            return read_engine(run.rollout(*questions), len(batch))
 
     answers, logps, max_gap = on_rank_0(run.fabric, ask_engine)
     for j, (example, ids) in enumerate(zip(batch, answers), first):
@@ -216,17 +214,18 @@ def engine_answers(
 def read_engine(given: Any, n: int) -> WithLogps:
     """An engine's answers to n prompts as Python's lists. The list of log-probs is empty if the engine gives none.
     Raises BadInput."""
-    answers = given.answers if isinstance(given, WithLogps) else given
-    expected = f"expected {n} answers, each of one token id or more"
-    with user_error("rollout", expected):
-        answers = [list(map(int, ids)) for ids in answers]
-    refuse_unless(len(answers) == n and all(answers), f"rollout: {expected}")
     if not isinstance(given, WithLogps):
-        return WithLogps(answers, [])
-    expected = "expected a log-prob for each token of each answer"
-    with user_error("rollout", expected):
-        logps = [list(map(float, of_answer)) for of_answer in given.logps]
-    refuse_unless(list(map(len, logps)) == list(map(len, answers)), f"rollout: {expected}")
+        given = WithLogps(given, [])
+    answers = [list(map(int, ids)) for ids in given.answers]
+    logps = [list(map(float, of_answer)) for of_answer in given.logps]
+    refuse_unless(
+        len(answers) == n and all(answers),
+        f"rollout: expected {n} answers, each of one token id or more",
+    )
+    refuse_unless(
+        not logps or list(map(len, logps)) == list(map(len, answers)),
+        "rollout: expected a log-prob for each token of each answer",
+    )
     return WithLogps(answers, logps, given.max_gap)
 
 
@@ -289,10 +288,6 @@ def check_rated(run: "Run", examples: list) -> None:
         expected = "expected True or False; a graded rating belongs into rewards"
         is_label = isinstance(example.label, bool | np.bool_)
         refuse_unless(is_label, f"{where}: label: {expected}, got {example.label!r}")
-        numbers = [x for x in (example.weight, *example.rewards) if x is not None]
-        are_finite = all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
-        expected = "weight and rewards: expected finite numbers"
-        refuse_unless(are_finite, f"{where}: {expected}, got {numbers}")
     longest = max((len(e.prompt) for e in examples), default=0)
     for j, e in enumerate(examples):
         check_scorable(run, f"rate: example {j}", e.prompt, e.completions, longest)

@@ -25,7 +25,7 @@ from infra.console import BadInput, run_cli, say
 from infra.devices import to_device
 from infra.files import read_lines
 from infra.parse import parse
-from infra.settings import IdleRule, RunSettings, refuse_unless
+from infra.settings import RunSettings, refuse_unless
 from objective import Columns, Objective, Z
 from records.examples import Example
 from rollout import (
@@ -74,13 +74,6 @@ class Settings(RunSettings):
             len(betas) == n,
             f"spin.beta: expected one number or {n} of them, got {self.spin.beta}",
         )
-
-    def idle_rules(self) -> list[IdleRule]:
-        is_alone = self.spin.max_iterations == 1
-        return [
-            *super().idle_rules(),
-            (is_alone, "spin.mix", "the first iteration has no last one"),
-        ]
 
 
 class SPIN(DPO):

@@ -38,13 +38,12 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
-        # whether the present step writes a row of metrics.csv, with the entropy
-        self.row_is_due = True
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
-        """Train on data.train, for all steps of the run. spin.py and online.py train in iterations: they call it for
-        each one, with its examples and a plan of its steps, plan.begin + 1 to plan.end (infra/optimizer.py).
+        """Train on data.train. spin.py and online.py train in iterations: they call it for each one, with examples and
+        a plan. A plan has the steps plan.begin + 1 to plan.end of the plan.total steps of the run, and plan.per_epoch
+        steps make an epoch (infra/optimizer.py).
 
         Returns False if a signal or stop_at ended the run before its last step. A signal during a validation raises
         Interrupted instead."""
@@ -63,7 +62,7 @@ class Trainer:
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
             if save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
-            if run.objective.needs_reference:
+            if run.objective.needs_reference:  # a line if log-ratios or gradients look wrong
                 run.logger.health(step_number, plan, len(run.examples["val"]))
             reason = run.stop.reason or ("stop_at" if step_number == run.cfg.stop_at else "")
             if reason and step_number < plan.total:
@@ -72,44 +71,42 @@ class Trainer:
         return True
 
     def train_step(self, step: Step, micro_batches: list[MicroBatch], plan: Plan) -> None:
-        """Make one optimizer step, and write its row of metrics.csv if a row is due."""
+        """Make one optimizer step, and write its row of metrics.csv."""
         run = self.run
         began = time.perf_counter()
         run.state.step += 1
         step_number = run.state.step
-        self.row_is_due = is_due(step_number, run.cfg.log_interval, plan)
+        row_is_due = is_due(step_number, run.cfg.log_interval, plan)
         seed_user_code(run.fabric, run.cfg.seed, step_number)
         run.policy.train()  # elsewhere it is in eval mode
         columns, z = self.gradient(step, micro_batches)
         run.policy.eval()
         grad_norm = clip_gradient(run.fabric, run.policy, run.optimizer, run.cfg.optim.clip)
-        # one copy for all, because the host waits for the device at each copy
+        # one copy, because the host waits for the device at each copy
         columns, z = on_cpu(columns | {"grad_norm": grad_norm}, z)
         grad_norm = columns.pop("grad_norm").item()
         # a signal to one rank stops all ranks
         run.stop.agree(run.fabric.device)
         checks.check_finite(step, columns["loss"], z, grad_norm, step_number)
-        entropy_G = columns.pop("entropy", None)  # of the loop, not of the objective
-        row = self.metrics_row(columns, z) if self.row_is_due else {}
+        entropy_G = columns.pop("entropy")  # of the loop, not of the objective
+        row = self.metrics_row(columns, z) if row_is_due else {}
         with user_code("after_step"):
             run.objective.after_step(step, columns, z)
         lr = self.optimizer_step(plan)
         seconds = time.perf_counter() - began
-        if self.row_is_due:
+        if row_is_due:
             own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, entropy_G, plan)
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
-        # refused now, not hours later by the next checkpoint
-        if step_number == run.saved_step + 1:
+        if step_number == run.saved_step + 1:  # not only by the next checkpoint, hours later
             checks.check_state_dict(run.objective)
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """The remaining steps, each with this rank's packed micro-batches. A thread packs the next step while a step
-        runs, unless the objective overrides `mismatched_completions`, which may depend on the step before."""
+        """The remaining steps, with this rank's micro-batches. A thread packs the next step while a step runs, unless
+        the objective's own `mismatched_completions` may depend on the step before."""
         run = self.run
         steps = map(self.make_step, step_examples(examples, run.cfg, plan, run.state.step))
-        # iterating over a step packs its micro-batches
         packed = ((step, list(step)) for step in steps)
         if run.objective.overrides("mismatched_completions"):
             return packed
@@ -122,13 +119,9 @@ class Trainer:
         z, the same on all ranks.
 
         The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z comes first,
-        in a pass without gradient (z_first).
-
-        With one micro-batch per rank the policy's forward may come before z (policy_forward_first). The mismatched
-        pairs then reuse the prompts that it has computed, which saves a pass over the prompts. Several micro-batches
-        would have to keep all their activations until z is known.
-
-        Both orders give the same numbers up to rounding (dropout aside)."""
+        in a pass without gradient (z_first). With one micro-batch per rank the policy's forward may come before z
+        (policy_forward_first). The mismatched pairs then reuse its prompts, which saves a pass over them. Several
+        micro-batches would have to keep all activations until z is known. Both orders agree up to rounding."""
         step.move_to(self.run.fabric.device)
         # all ranks take the same order, because they have equally many micro-batches
         if len(micro_batches) == 1 and step.mismatched_completions is not None:
@@ -166,14 +159,13 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, step: Step) -> tuple[Columns, Z]:
-        """Columns and z as by `gradient`, without the gradient and the column `entropy`. The step may be a whole
-        validation split, so each of the two passes packs its micro-batches one by one."""
+        """Columns and z as by `gradient`, without gradient. The step may be a whole validation split, so each of the
+        two passes packs its micro-batches one by one."""
         step.move_to(self.run.fabric.device)
         return self.z_first(step, micro_batches=step)
 
     def score_examples(self, examples: list[Example], title: str = "scoring") -> tuple[Columns, Z]:
-        """Columns and z of all these examples, as one step, on the CPU. The numbers do not depend on batch_size, nor on
-        the number of ranks, up to rounding. A collective."""
+        """Columns and z of all these examples, as one step, on the CPU. A collective."""
         step = self.make_step(examples)
         with progress(title, 2 * step.size // self.run.fabric.world_size):
             return on_cpu(*self.score(step))
@@ -188,8 +180,8 @@ class Trainer:
         prompts: PromptCache | None = None,
     ) -> Scores:
         """Score a micro-batch by the reference, and its mismatched pairs by both models. Returns the reference's
-        scores. Writes the log-ratios of the pairs into mismatched_logratio_G. prompts: those of the policy's forward,
-        if it came first. (In a training step LoRA dropout also affects z.)"""
+        scores. Writes the log-ratios of the pairs into mismatched_logratio_G, at the places of their examples. prompts:
+        those of the policy's forward, if it came first."""
         objective = self.run.objective
         has_pairs = micro.mismatched is not None
         ref_scores = self.reference_forward(micro.packed, keeps_prompts=has_pairs)
@@ -211,10 +203,9 @@ class Trainer:
         mismatched_logratio_n = mismatched_logratio_G[step.mismatched_index]
         with user_code("make_z"):
             z = self.run.objective.make_z(mismatched_logratio_n, step)
-        # in the dtype of the losses
-        z = torch.as_tensor(z, device=step.label.device, dtype=torch.get_default_dtype())
-        checks.check_z(z, step)
-        return Z(z.expand(step.size), mismatched_logratio_n)
+            # in the dtype of the losses
+            z = torch.as_tensor(z, device=step.label.device, dtype=torch.get_default_dtype())
+            return Z(z.expand(step.size), mismatched_logratio_n)
 
     def forward(
         self,
@@ -222,10 +213,10 @@ class Trainer:
         prompts: PromptCache | None = None,
         keeps_prompts: bool = False,
     ) -> Scores:
-        """The policy's scores of a packed batch (class Scores in model.py), always: for the loss, for z, in validation
-        and in the start check. prompts: use these cached prompts. keeps_prompts: cache those of this forward."""
+        """The policy's scores of a packed batch (class Scores in model.py). prompts: use these cached prompts.
+        keeps_prompts: cache those of this forward. All scores of the policy come from here."""
         by_token = self.run.objective.by_token
-        entropy = self.row_is_due and torch.is_grad_enabled()
+        entropy = torch.is_grad_enabled()
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
     def reference_forward(
@@ -296,8 +287,8 @@ class Trainer:
         """The columns of all examples. columns_G has those of this rank, and 0 for the examples of other ranks, so that
         the sum over ranks has all."""
         run = self.run
-        # All ranks take rank 0's order of the columns. A broadcast makes the host wait, so each kind of step has one.
-        kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
+        # All ranks take the columns and their order from rank 0: once for each kind of step, because the host waits.
+        kind = (type(run.objective), run.policy.training)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
         names = self.column_names[kind]
@@ -356,8 +347,7 @@ class Trainer:
         return Step(examples, completions, run.budget)
 
     def on_device(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device. Raises Interrupted after a signal, except in a training step, which
-        always runs to its end."""
+        """Move each micro-batch to the device. Raises Interrupted after a signal, but never in a training step."""
         run = self.run
         for micro in micro_batches:
             yield micro.to(run.fabric.device)
@@ -371,10 +361,8 @@ class Trainer:
         """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        # reference_step: 0, or the step after which the policy has become the reference
         if run.state.step == run.reference_step:
             checks.check_start(self, examples)
-        # released: an earlier fit has cached all log-probs
         if run.cfg.reference_cache and not run.reference.released:
             precompute(self, examples, plan)
         # unvalidated: the run was stopped during the validation of this step

@@ -58,8 +58,7 @@ def program_file() -> Path:
     """The file that was started. Raises BadInput if there is none, because a resume could not tell whether the program
     has changed."""
     file = Path(sys.argv[0]).resolve()
-    in_cell = hasattr(sys, "ps1") and not hasattr(sys.modules["__main__"], "__file__")
-    if in_cell or not file.is_file():
+    if not file.is_file():
         raise BadInput(
             "no file was started, as in a cell of a notebook: use !python kto.py ..., and write a program of your own "
             "into a file (%%writefile mine.py)"

@@ -156,8 +156,6 @@ class Logger:
         length = f"{plan.total:,} steps of {batch_size:,} examples"
         say(length + (", by max_steps, not by epochs" if self.cfg.max_steps else ""))
         say(f"{plan.per_epoch:,} steps per epoch, without {left_out:,} of {n:,} examples")
-        if (self.cfg.stop_at or 0) >= plan.total:
-            say(f"no effect: stop_at: the run ends at step {plan.total:,}")
         warmup = steps_of(self.cfg.optim.warmup, plan.warmup_epoch)
         if warmup > plan.total:
             say(

@@ -74,7 +74,6 @@ def refuse(faults: list[str]) -> None:
 
 # (holds, names, reason): if `holds`, these settings have no effect. Names are divided by blanks; `lora.` is a group.
 IdleRule = tuple[bool, str, str]
-GREEDY = "temperature 0 takes the likeliest token"
 
 
 # ---- what a resume may do with a setting ------------------------------------------------------------
@@ -332,17 +331,7 @@ class RunSettings:
 
     def idle_rules(self) -> list[IdleRule]:
         """When settings have no effect because of other settings. checks.py adds those that depend on the records."""
-        of_lr = [
-            f"optim.{setting.name}" for setting in dataclasses.fields(Optim) if setting.name != "lr"
-        ]
-        rules: list[IdleRule] = [
-            (not self.lora.rank, "lora.", "there are no adapters without lora.rank"),
-            (self.optim.lr == 0, " ".join(of_lr), "optim.lr is 0"),
-        ]
-        for name, group in vars(self).items():
-            if isinstance(group, Sampling):
-                rules.append((group.temperature == 0, f"{name}.top_p", GREEDY))
-        return rules
+        return [(not self.lora.rank, "lora.", "there are no adapters without lora.rank")]
 
 
 # ---- settings without effect ---------------------------------------------------------------------

@@ -2,14 +2,12 @@
 adapters: lora.py.)"""
 
 import codecs
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 
-import huggingface_hub
 import torch
 import transformers
 import yaml
@@ -73,15 +71,13 @@ def _say_template_in_config(file: Path, template: str) -> None:
 
 
 def make_card(checkpoint: Source, library: str | None) -> str:
-    """README.md of an exported checkpoint, for the Hub: the Hub id and the licence of its model, if it has them, and
-    the settings.
+    """README.md of an exported checkpoint, for the Hub: the Hub id of its model, if it has one, and the settings.
     library: the library that loads the export."""
     settings = read_settings(checkpoint.folder)
     state = read_state(checkpoint.folder)
     about = {
         "library_name": library,
         "base_model": root_id(checkpoint),
-        **licence_of(checkpoint.root),
         "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
     }
     metadata = yaml.safe_dump({k: v for k, v in about.items() if v}, sort_keys=False)
@@ -98,15 +94,6 @@ the hash `{state.hashes["records"]}`, with these settings (of paths the last nam
 ```yaml
 {shown}```
 """
-
-
-def licence_of(folder: Path) -> dict[str, str]:
-    """What the card of a model says about its licence, if it has a card that can be read."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        metadata = huggingface_hub.metadata_load(folder / "README.md") or {}
-        names = ("license", "license_name", "license_link")
-        return {name: metadata[name] for name in names if name in metadata}
-    return {}
 
 
 # ---- write ---------------------------------------------------------------------------------------

@@ -384,11 +384,8 @@ def read_whole(
     weights are missing, unknown or of another shape: transformers would only log this."""
     auto = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        advice = ""
-        if hasattr(config, "vision_config"):
-            advice = ", since it has images: give a copy of its text model alone, if there is one"
         raise BadInput(
-            f"{folder}: transformers has no causal language model of type {config.model_type}{advice}"
+            f"{folder}: transformers has no causal language model of type {config.model_type}"
         )
     for file in weight_files(folder):
         not_whole = f"{file}: downloaded only in part? (hf download or git lfs pull fetches all)"

@@ -19,7 +19,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from generate import AskedModel, read_prompts
 from infra.console import run_cli, say
 from infra.parse import parse_command
-from infra.settings import GREEDY, LocalPath, Sampling, idle_settings, refuse
+from infra.settings import LocalPath, Sampling, refuse_unless
 from rate.desk import Desk
 from rate.ratings import Ratings
 from rate.server import RateServer
@@ -50,11 +50,11 @@ class RateSettings(Sampling):
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(RateSettings, __doc__, sys.argv[1:] if argv is None else argv)
-    faults = idle_settings(args, [(args.temperature == 0, "top_p", GREEDY)])
     file = Path(args.ratings).expanduser()
-    if file.suffix != ".jsonl" or not file.absolute().parent.is_dir():
-        faults.append(f"ratings: {file}: expected a .jsonl file in a folder that exists")
-    refuse(faults)
+    refuse_unless(
+        file.suffix == ".jsonl" and file.absolute().parent.is_dir(),
+        f"ratings: {file}: expected a .jsonl file in a folder that exists",
+    )
     ratings = Ratings(file)
     ratings.read()  # a bad line is refused before a model is loaded
     server = RateServer(args.port)  # and so is a port that is taken

@@ -107,11 +107,6 @@ class Tokenizer:
         return [
             (not by_template, names, "no record goes through the chat template"),
             (by_template and bool(unread), f"{prefix}chat_template_kwargs", reason),
-            (
-                by_template and not self.chat.uses_date,
-                f"{prefix}date",
-                "the chat template prints no date",
-            ),
         ]
 
     def end_as_the_template_does(self) -> None:

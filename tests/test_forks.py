@@ -275,7 +275,7 @@ FAULTS = [
     *((changed(f), said) for f, said in LOSSES),
     ({"make_z": lambda o, *a: torch.tensor(torch.inf)},
      r"step 1: not finite \(gradient norm, sum of z, .*, inf, .*the weights are unchanged"),
-    ({"make_z": lambda o, *a: [0.0]}, r"make_z: one number or \(6,\), .*, not \(1,\)"),
+    ({"make_z": lambda o, *a: [0.0, 0.0]}, r"make_z: .*RuntimeError: The expanded size"),
     ({"loss": lambda o, logps, batch: None}, r"loss: .*trainer.py:\d+: TypeError: .* takes 3 positional arguments"),
     ({"state_dict": lambda o: {"average_logps": {0: 1.0}}}, "state_dict: Changed: expected attributes"),
     ({"make_module": lambda o, width: torch.nn.Flatten(0)}, "make_module: one output a token"),

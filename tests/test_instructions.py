@@ -73,7 +73,7 @@ def test_the_program_makes_its_data_and_trains_on_them(chatty, tmp_path):
     started = Started(tmp_path, program, argv.split(), first=lambda: os.chdir(tmp_path))
     code, said, stderr = started.ended()
     assert code == 0, stderr
-    assert "iteration 2: 8 examples, 0 right (0.0%), " in said
+    assert "iteration 2: 8 examples, 0 of 8 rated right, " in said
     after = evaluated(tmp_path / "out" / "run", "after")
     fields = [answer["fields"] for answer in after["answers"]]
     assert {x["kind"] for x in fields} == set(task.KINDS)
