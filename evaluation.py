@@ -1,12 +1,7 @@
-"""Measurements of the policy: answers to held-out prompts, their verdicts, validation, the end of a run.
+"""Measurements of the policy: held-out answers and their verdicts (Evaluator), and the rows of val.csv (validate)."""
 
-Reading order: Evaluator (answers and their verdicts); validate (a row of val.csv); finish (the test split, and what
-other programs load: final, best, final_adapter).
-"""
-
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,14 +13,11 @@ from torch import nn
 
 from checks import as_python
 from data import Step
-from infra.checkpoint import checkpoint_folder, read_state
 from infra.console import Failed, progress, say, user_code
 from infra.devices import Stop, all_reduce, on_rank_0
 from infra.files import write_json
-from infra.logger import format_cells
 from infra.optimizer import Plan, is_due
 from infra.settings import RunSettings, refuse_unless
-from models.hub import read_json
 from objective import join_columns
 from records.examples import Example, distinct_questions
 from records.tokenizer import Tokenizer
@@ -167,53 +159,8 @@ class Evaluator:
         answers = as_answers(self.tokenizer, examples, self.cfg.eval.stop)
         return [{"prompt": a.prompt, "completion": a.completion} for a in answers]
 
-    def compare(self, step: int) -> None:
-        """Copy the check of the last step to eval/after.json, and print its accuracy and some of its answers with
-        those from before the run. On rank 0."""
-        before = self.file(0)
-        last = self.file(step)
-        if self.fabric.global_rank == 0 and last.exists():
-            shutil.copyfile(last, last.with_name("after.json"))
-            if before.exists():
-                say(format_before_after(read_json(before), read_json(last)))
 
-
-# ---- before and after ----------------------------------------------------------------------------
-
-
-def wilson_interval(k: float, n: int) -> tuple[float, float]:
-    """The 95% confidence interval (low, high) of a share k / n, with n at least 1 (Wilson 1927).
-
-    The usual k/n ± 2 sigma is too narrow near 0 and 1, and may leave [0, 1].
-    """
-    s = 1.96  # 95% of a normal distribution lie within so many standard deviations
-    middle = (k + s * s / 2) / (n + s * s)
-    half_width = s * (k * (n - k) / n + s * s / 4) ** 0.5 / (n + s * s)
-    return middle - half_width, middle + half_width
-
-
-def format_before_after(before: dict, after: dict) -> str:
-    """The checker's accuracy before and after training, with 95% intervals, and five answers.
-
-    `before` and `after` are two checks as Evaluator.accuracy writes them, with the same prompts in the same order.
-    Answers that changed come first.
-    """
-    lines = ["", "held-out accuracy by the checker (95% interval)"]
-    for name, check in (("before", before), ("after", after)):
-        right = check["right"]
-        of = check["of"]
-        low, high = wilson_interval(right, of)
-        interval = f"({100 * low:.1f} to {100 * high:.1f})"
-        # a sum of numbers from 0 to 1 has many digits
-        line = f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}"
-        if check["unjudged"]:
-            line += f", {check['unjudged']} without a verdict"
-        lines.append(line)
-    pairs = zip(before["answers"], after["answers"])
-    rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
-    rows.sort(key=lambda row: row[1] == row[2])  # answers that changed come first
-    lines.append(format_rows(("prompt", "before", "after"), rows[:5]))
-    return "\n".join(lines)
+# ---- texts ---------------------------------------------------------------------------------------
 
 
 def format_rows(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -308,58 +255,3 @@ def own_kl(loop: "Trainer", answered: list[Example]) -> float | None:
         r_B = (logps - ref_logps).flatten(1).sum(1)  # (B, 1), or (B, 1, L) by token
         sums.append(r_B.double().sum() * (not micro.part.filler))
     return all_reduce(sum(sums)).item() / len(answered)
-
-
-def finish(loop: "Trainer") -> None:
-    """Compare the answers of the last weights with those before the run; export the last weights, and then
-    the best ones, and score the test split with each."""
-    from export import export_adapters, export_step
-    from models.export import is_rounded
-
-    run = loop.run
-    run.evaluator.compare(run.state.step)
-    if run.cfg.lora.rank:
-        export_adapters(run)
-    reason = ""
-    if run.cfg.lora.quantize:
-        reason = "the measured base is in 4 bits"
-    elif is_rounded(run.source, run.cfg):
-        reason = "its weights are rounded to the types of the model's files"
-    if reason:
-        say(
-            f"`final` is another model than the measured one, because {reason}: measure `final` itself"
-        )
-    exports = {"final": run.state.step, "best": run.state.best_step}
-    if run.cfg.keep_best and run.state.best_step is None:
-        say(f"keep_best: {run.cfg.keep_best}: no row of val.csv has a value: there is no best")
-    test = run.examples["test"]
-    scores = {}
-    for name, step in exports.items():
-        if step is None:
-            continue
-        export_step(run, name, step)
-        say(f"\nexported to {run.folder / name}")
-        checkpoint = checkpoint_folder(run.folder, step)
-        if run.state.reference_has_moved and not read_state(checkpoint).reference_has_moved:
-            say(
-                f"test, {name} weights: not scored, because the reference has moved since step {step}"
-            )
-        elif test and (test[0].completions or run.evaluator.checker):
-            run.load(checkpoint)  # what moved after it goes back, too
-            scores[name] = test_row(loop, name)
-            say(f"test, {name} weights: {', '.join(format_cells(scores[name]))}")
-    if scores and run.fabric.global_rank == 0:
-        write_json(run.folder / "eval" / "test.json", scores)
-
-
-def test_row(loop: "Trainer", name: str) -> dict:
-    """The test split's row, of the policy's weights. name: of their export, final or best. If there is a checker,
-    the row has the share of right answers. These are in eval/test-final.json or test-best.json."""
-    run = loop.run
-    test = run.examples["test"]
-    row = row_of(loop, test, "the test split")
-    if run.evaluator.checker:
-        evaluator = replace(run.evaluator, examples=test)
-        share, _ = evaluator.accuracy(run.state.step, f"test-{name}")
-        row = join_columns(row, {"checker_accuracy": share})
-    return row

@@ -18,9 +18,9 @@ from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, run_cli, say
 from infra.files import publish_folder
 from infra.settings import LocalPath, find_path, refuse_unless
-from models.export import export_checkpoint, make_card
+from models.export import export_checkpoint, make_card, write_peft
 from models.hub import Source, find_model
-from models.lora import gather_adapters, write_peft
+from models.lora import gather_adapters
 from reference import AdaptersOff
 
 if TYPE_CHECKING:

@@ -1,30 +1,28 @@
-"""The frozen model that a policy is compared with: a separate model, the policy with its adapters off, or a
-cache of log-probs on the disk."""
+"""The models of a run: the policy, and the frozen model that it is compared with. The frozen model is a separate model,
+or the policy with its adapters off, or a cache of its log-probs (reference_cache.py)."""
 
+import copy
 import hashlib
-import json
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from data import step_examples
-from infra.console import BadInput, progress, rank, say, user_error
-from infra.devices import all_reduce, set_weights, to_device
-from infra.files import write_whole
-from infra.optimizer import Plan
+from infra.console import BadInput
+from infra.devices import dtype_of, on_rank_0, set_weights
+from infra.random_numbers import round_at_random
 from infra.settings import RunSettings
 from model import Scores
-from models.lora import disable_adapters, plain_name
+from models.hub import Source, find_model, weights_hash
+from models.load import freeze, load_model
+from models.lora import add_adapters, disable_adapters, plain_name
 from objective import Objective
 from packing import PackedBatch
-from records.examples import Example
+from records.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from trainer import Trainer
+    pass
 
 
 class FrozenModel:
@@ -77,111 +75,90 @@ class AdaptersOff:
         set_weights(self.policy, {name: weights.get(plain_name(name)) for name in names})
 
 
-# seconds of work that a run may lose if it is killed while it precomputes
-WRITE_EVERY = 60
+if TYPE_CHECKING:
+    from reference_cache import CachedReference
+
+    Reference = FrozenModel | AdaptersOff | CachedReference
 
 
-class CachedReference:
-    """A reference with its log-probs in a folder, by the content of prompt and completion.
-
-    It computes the log-probs that the folder lacks, and writes them every minute, until `release` frees the model.
-    Runs and ranks can share a folder: each writes separate files.
-    """
-
-    def __init__(
-        self,
-        reference: FrozenModel | AdaptersOff,
-        fabric: Fabric,
-        cfg: RunSettings,
-        hashes: dict[str, str],
-    ):
-        self.reference: FrozenModel | AdaptersOff | None = reference
-        self.fabric = fabric
-        self.folder = Path(cfg.reference_cache).expanduser()
-        # the inputs of the values besides prompt and completion
-        models = [x for name, x in sorted(hashes.items()) if name not in ("program", "records")]
-        depends = [*models, cfg.precision, cfg.lora.quantize]
-        self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-        # hash of an example: its log-prob. All that are known, and those that are not written yet
-        self.known: dict[str, float] = {}
-        self.unwritten: dict[str, float] = {}
-        self.n_computed = 0
-        self.written = time.monotonic()
-        with user_error("reference_cache", self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self._read()
-
-    @property
-    def released(self) -> bool:
-        """Whether the model is no longer in memory."""
-        return self.reference is None
-
-    def compute(self, packed: PackedBatch, **options: Any) -> Scores:
-        """By the model, not from the folder."""
-        return self.reference.compute(packed, **options)
-
-    def own_weights(self) -> dict[str, nn.Parameter]:
-        """The weights that a checkpoint must hold: none, a cached reference never moves."""
-        return {}
-
-    def __call__(self, packed: PackedBatch, **_options: Any) -> Scores:
-        """Log-probs (B, K) in nats, from the folder where it has them. Prompts are neither used nor kept, because their
-        keys may never have been computed; the folder has no log-probs by token. Raises BadInput."""
-        keys = digests(packed)
-        device = packed.token_N.device
-        is_missing = any(key not in self.known for key in keys)
-        if self.released:
-            if is_missing:
-                raise BadInput(
-                    "reference_cache: these examples, or their mismatched pairs, are not those of the "
-                    "first fit, and the reference is no longer in memory: run without the cache"
-                )
-        # all ranks compute if one rank must: a sharded reference is a collective
-        elif all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
-            for key, x in zip(keys, self.compute(packed).logps.flatten().tolist()):
-                if key not in self.known:
-                    self.known[key] = self.unwritten[key] = x
-                    self.n_computed += 1
-            if time.monotonic() - self.written > WRITE_EVERY:
-                self._write()
-        logps = torch.tensor([self.known[key] for key in keys])
-        return Scores(to_device(logps.view(packed.length_BK.shape), device))
-
-    def release(self) -> None:
-        """Write the new log-probs and free the model. All log-probs that the run needs are known now."""
-        self._write()
-        self.fabric.barrier()
-        # Two ranks may have computed the same value: take the one that a resume will find.
-        self._read()
-        self.reference = None
-        computed = f"{self.n_computed:,} log-probs computed"
-        say(f"reference: {computed}, {len(self.known):,} known in {self.folder}")
-
-    def _write(self) -> None:
-        if self.unwritten:
-            name = f"{self.key}-{rank()}-{time.time_ns()}.json"
-            write_whole(self.folder / name, json.dumps(self.unwritten))
-        self.unwritten = {}
-        self.written = time.monotonic()
-
-    def _read(self) -> None:
-        for file in sorted(self.folder.glob(f"{self.key}-*.json")):
-            self.known |= json.loads(file.read_text())
+# ---- how they are made ---------------------------------------------------------------------------
 
 
-def digests(packed: PackedBatch) -> list[str]:
-    """Hashes of the token ids of each prompt with each of its completions: B * K, as in length_BK."""
-    digests = []
-    for prompt, completions in packed.ids:
-        # its length says where the prompt ends
-        head = len(prompt).to_bytes(8, "big") + prompt.tobytes()
-        for completion in completions:
-            ids = head + completion.tobytes()
-            digests.append(hashlib.blake2b(ids, digest_size=16).hexdigest())
-    return digests
+def load_policy_and_reference(
+    cfg: RunSettings,
+    fabric: Fabric,
+    source: Source,
+    tokenizer: Tokenizer,
+    objective: Objective,
+    width: int,
+) -> tuple[nn.Module, nn.Module | None, dict[str, str]]:
+    """-> the policy, the frozen reference (None: there is none, or it is the policy with its
+    adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
+    The objective's module, for hidden states of this width, becomes a part of the policy after the
+    reference was copied from the policy. Raises BadInput."""
+    sharded = cfg.strategy == "fsdp"
+    if sharded:
+        from models.shard import shard_over_ranks
+    dtype = dtype_of(cfg.precision)
+    policy = None
+    other = None
+    frozen = None
+    other_source = source
+    if cfg.reference:
+        other_source = find_model(cfg.reference, "reference")
+        # the records' ids are made once, by the policy's tokenizer
+        if tokenizer.hf.get_vocab() != Tokenizer(other_source).hf.get_vocab():
+            raise BadInput(f"reference: {cfg.reference}: another tokenizer than {cfg.model}")
+    if fabric.global_rank == 0 or not sharded:
+        policy = load_model(source, dtype=dtype)
+        other = load_model(other_source, dtype=dtype) if cfg.reference else None
+    models = {"model weights": policy, "reference weights": other}.items()
+    hashes = on_rank_0(
+        fabric, lambda: {name: weights_hash(x.unique_parameters()) for name, x in models if x}
+    )
+    if cfg.reference:  # two models with the same weights may still compute differently
+        config = (other_source.root / "config.json").read_bytes()
+        hashes["reference config"] = hashlib.sha256(config).hexdigest()
+    if other:
+        round_matrices(other, cfg.precision)
+    if policy:
+        if cfg.lora.rank or source.base:
+            round_matrices(policy, cfg.precision)
+        add_adapters(policy, cfg.lora)
+    # without cfg.reference, a run with adapters takes the policy with its adapters off
+    is_model = cfg.reference or not cfg.lora.rank
+    if objective.needs_reference and is_model:
+        if sharded:
+            frozen = shard_over_ranks(fabric, other or policy, other_source, cfg.precision)
+        else:  # not wrapped: DDP refuses a module that never trains
+            # copied on the device: the host may have no room for a second model
+            other = other or copy.deepcopy(fabric.to_device(policy))
+            frozen = fabric.to_device(freeze(other, cfg.precision))
+    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
+        from models.quantize import quantize_base
+
+        quantize_base(policy, fabric.device)
+    objective_module = objective.make_module(width)
+    # from here on ranks may draw different random numbers (dropout)
+    torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
+    if sharded:
+        policy = shard_over_ranks(fabric, policy, source, cfg.precision, cfg.lora, objective_module)
+    else:
+        policy.objective_module = objective_module
+        policy = fabric.setup_module(policy)
+    policy.module.activation_checkpointing = cfg.activation_checkpointing
+    return policy.eval(), frozen, hashes
 
 
-Reference = FrozenModel | AdaptersOff | CachedReference
+@torch.no_grad()
+def round_matrices(model: nn.Module, precision: str) -> None:
+    """In bf16-mixed give a model's matrices numbers that bfloat16 has, by rounding at random. Autocast, which rounds
+    matrices to nearest at each product, then changes nothing. This is no help in full fine-tuning: all small
+    steps begin at a number of bfloat16, so they are not computed on average either."""
+    if precision == "bf16-mixed":
+        for name, p in model.unique_parameters().items():
+            if p.dim() > 1:
+                p.copy_(round_at_random(p, torch.bfloat16, name))
 
 
 def make_reference(
@@ -191,29 +168,14 @@ def make_reference(
     policy: nn.Module,
     frozen: nn.Module | None,
     hashes: dict[str, str],
-) -> Reference | None:
+) -> "Reference | None":
     """The reference of a run; None if the objective needs none. frozen: the reference's own model, if it has one.
     hashes: of the run's inputs and of the weights."""
     if not objective.needs_reference:
         return None
     reference = AdaptersOff(policy) if frozen is None else FrozenModel(fabric, frozen)
     if cfg.reference_cache:
+        from reference_cache import CachedReference
+
         return CachedReference(reference, fabric, cfg, hashes)
     return reference
-
-
-@torch.no_grad()
-def precompute(loop: "Trainer", examples: list[Example], plan: Plan) -> None:
-    """Compute all log-probs of a cached reference that the run will need, and release it."""
-    run = loop.run
-    of_steps = list(step_examples(examples, run.cfg, plan, run.state.step))
-    of_steps += [part for part in (run.examples["val"], run.examples["test"]) if part]
-    n = sum(map(len, of_steps))
-    with progress("precomputing log-probs", n // run.fabric.world_size):
-        for part in of_steps:
-            step = loop.make_step(part)
-            for micro in loop.on_device(step):
-                run.reference(micro.packed)
-                if micro.mismatched is not None:
-                    run.reference(micro.mismatched.to(run.fabric.device))
-    run.reference.release()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
@@ -61,7 +61,7 @@ from infra.program import program_hash
 from infra.random_numbers import mixed
 from infra.settings import RunSettings, idle_settings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
-from models.load import load_model, load_policy_and_reference, shard_module
+from models.load import load_model
 from models.lora import merged_weights, reset_adapters
 from objective import Objective
 from packing import Budget, make_budget
@@ -73,7 +73,10 @@ from records.examples import (
 )
 from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, Reference, make_reference
+from reference import AdaptersOff, load_policy_and_reference, make_reference
+
+if TYPE_CHECKING:
+    from reference import Reference
 
 # ---- what lives during a run ---------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class Run:
     policy: nn.Module
     """The model that learns, as Fabric wraps it. It is in train mode only during a step's forward and backward. Its
     weights are changed by the optimizer's step; by new_reference, which merges adapters into the base; by load."""
-    reference: Reference | None
+    reference: "Reference | None"
     """The frozen model that the policy is compared with; None if the objective needs none. Its weights
     are changed by new_reference."""
     optimizer: _FabricOptimizer
@@ -270,7 +273,7 @@ def setup(
         say(line)
 
     # the processes, and the run's folder, which the first of them locks
-    fabric = launch(cfg, partial(shard_module, bf16=cfg.precision == "bf16-mixed"))
+    fabric = launch(cfg, sharding_of(cfg))
     hashes = {"program": program} | hash_inputs(fabric, source, tokenizer, examples)
     folder = fabric.broadcast(folder)  # its default name has the clock of each rank
     # once more, now that no other run can write there
@@ -317,6 +320,15 @@ def setup(
     if checkpoint:
         run.load(checkpoint)
     return run
+
+
+def sharding_of(cfg: RunSettings) -> Callable | None:
+    """The function that shards a model, if the strategy is fsdp."""
+    if cfg.strategy != "fsdp":
+        return None
+    from models.shard import shard_module
+
+    return partial(shard_module, bf16=cfg.precision == "bf16-mixed")
 
 
 def text_configs(cfg: RunSettings, source: Source) -> dict[str, PretrainedConfig]:

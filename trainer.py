@@ -29,7 +29,6 @@ from model import Scores
 from objective import Columns, Z, join_columns, on_cpu
 from packing import PackedBatch
 from records.examples import Example
-from reference import precompute
 from run import Run
 
 
@@ -364,6 +363,8 @@ class Trainer:
         if run.state.step == run.reference_step:
             checks.check_start(self, examples)
         if run.cfg.reference_cache and not run.reference.released:
+            from reference_cache import precompute
+
             precompute(self, examples, plan)
         # unvalidated: the run was stopped during the validation of this step
         if run.state.step == 0 or run.state.unvalidated:
@@ -371,4 +372,6 @@ class Trainer:
 
     def finish(self) -> None:
         """Compare answers before and after, export, score the test split."""
-        evaluation.finish(self)
+        from finish import finish
+
+        finish(self)

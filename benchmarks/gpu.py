@@ -191,7 +191,7 @@ def tests(tiny: bool, work: Path) -> None:
 
 
 def random_model(source, dtype: torch.dtype = torch.float32):
-    """Replaces models.load.load_model: the model that config.json names, with random weights made on the device."""
+    """Replaces reference.load_model: the model that config.json names, with random weights made on the device."""
     import transformers
 
     from models.hub import read_config
@@ -222,15 +222,15 @@ def write_inputs(folder: Path, kind: str, fields: dict, n: int) -> None:
 def step(model: str, tiny: bool, work: Path) -> None:
     """Run kto.py in this process, which ends with its last step: no checkpoint and no export."""
     import kto
-    import models.load
+    import reference
     from trainer import Trainer
 
     kind, fields, settings = MODELS[model]
     batch = 4 if tiny else 64
     last = 2 * STEPS + 1
     write_inputs(work, kind, TINY[kind] if tiny else fields, batch * (last + 1))
-    models.load.load_model = random_model
-    models.load.weights_hash = lambda *_: "random"
+    reference.load_model = random_model
+    reference.weights_hash = lambda *_: "random"
 
     class Measured(Trainer):
         def train_step(self, *args):

@@ -141,7 +141,7 @@ class DDP(DDPStrategy):
         return DistributedDataParallel(module, device_ids, **self._ddp_kwargs)
 
 
-def launch(cfg: RunSettings, shard: Callable) -> Fabric:
+def launch(cfg: RunSettings, shard: Callable | None = None) -> Fabric:
     """Start all processes, with the same seed, and return their Fabric. shard(module, mesh) shards a model for strategy
     fsdp."""
     prepare_machine()

@@ -1,24 +1,22 @@
-"""The files of a run besides checkpoints: metrics.csv, val.csv and eval/step-N.json. Also its trackers, the lines on
-the terminal, and a step's speed and memory.
+"""The files of a run besides checkpoints: metrics.csv, val.csv and eval/step-N.json. Also the lines on the
+terminal, and a step's speed and memory.
 
 metrics.csv (training) and val.csv (validation) survive a kill. A resume removes the rows after its checkpoint's step
 and writes them again.
 """
 
 import csv
-import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infra import health
-from infra.console import duration, rank, say, user_error
+from infra.console import duration, rank, say
 from infra.files import write_json, write_whole
 from infra.optimizer import Plan, steps_of
 from infra.settings import RunSettings
@@ -76,58 +74,6 @@ def add_row(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
-Track = Callable[[int, dict], None]  # of a step, and its numbers by name
-
-
-def open_tracker(cfg: RunSettings, first_step: int) -> Track | None:
-    """-> what hands a step's numbers to the tracker; None without a tracker. first_step: the first one that
-    this process logs."""
-    if cfg.logger == "tensorboard":
-        return begin_tensorboard(Path(cfg.out_dir), first_step)
-    if cfg.logger == "wandb":
-        return begin_wandb(cfg)
-    return None
-
-
-def begin_tensorboard(out: Path, first_step: int) -> Track:
-    from lightning.fabric.loggers import TensorBoardLogger
-
-    logger = TensorBoardLogger(
-        out,
-        "tensorboard",
-        version="",
-        # the default name has whole seconds: a quick resume would replace the file
-        filename_suffix=f".{time.time_ns()}",
-        # a killed process may have logged steps after its checkpoint: TensorBoard drops them
-        purge_step=first_step or None,
-        flush_secs=10,
-    )
-    return lambda step, numbers: logger.log_metrics(numbers, step)
-
-
-def begin_wandb(cfg: RunSettings) -> Track:
-    """A resume continues the same run of wandb. Raises BadInput."""
-    import wandb
-
-    out = Path(cfg.out_dir)
-    id_file = out / "wandb_id"
-    with user_error("logger: wandb (WANDB_MODE=offline needs no key)"):
-        # wandb ends the run when Python exits, and marks it as crashed after an exception
-        run = wandb.init(
-            dir=out,
-            config=asdict(cfg),
-            name=os.environ.get("WANDB_NAME", out.name),
-            id=id_file.read_text() if id_file.exists() else None,
-            resume="allow",
-        )
-    write_whole(id_file, run.id)
-
-    def track(step: int, numbers: dict) -> None:
-        run.log(numbers, step=step)
-
-    return track
-
-
 class Logger:
     """Rows, samples and progress of a run. A new Logger removes the rows after last_step. On ranks other than 0 every
     method is a no-op.
@@ -144,7 +90,10 @@ class Logger:
         if self.main:
             cut_rows(self.out / "metrics.csv", last_step)
             cut_rows(self.out / "val.csv", last_step - unvalidated)
-            self.track = open_tracker(cfg, last_step + 1)
+            if cfg.logger != "csv":
+                from infra.trackers import open_tracker
+
+                self.track = open_tracker(cfg, last_step + 1)
 
     def begin(self, plan: Plan, n: int) -> None:
         """Say how long the run is, on n training examples. Later calls, of later iterations, do nothing."""

@@ -1,5 +1,5 @@
-"""How a model is written: as a Hugging Face folder, in the types of its source, with a card. (PEFT's
-adapters: lora.py.)"""
+"""How a model is written: as a Hugging Face folder, in the types of its source, with a card; and its
+adapters as a PEFT folder."""
 
 import codecs
 import re
@@ -13,14 +13,14 @@ import transformers
 import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from infra.checkpoint import read_settings, read_state
 from infra.devices import dtype_of
 from infra.files import write_json
 from infra.random_numbers import round_at_random
-from infra.settings import RunSettings, read_text, refuse_unless
+from infra.settings import Lora, RunSettings, read_text, refuse_unless
 from model import GPT, Block
 from models.hub import (
     Rows,
@@ -35,6 +35,7 @@ from models.hub import (
     weights_hash,
 )
 from models.load import load_model, put_on
+from models.lora import Adapters
 
 # ---- types of weights ----------------------------------------------------------------------------
 
@@ -221,3 +222,30 @@ def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | Non
     export(source, rows, weights, out, notes, export_dtype, seed)
     if GPT.block_class is not Block:
         mark_blocks(out, GPT.block_class.__name__)
+
+
+# ---- PEFT's files --------------------------------------------------------------------------------
+
+
+def write_peft(adapters: Adapters, model: nn.Module, base: str, lora: Lora, out: Path) -> None:
+    """Write a model's adapters in PEFT's format. base: the name of their base model, for PEFT."""
+    # All layers get one rank, though GPT-2's layer for q, k and v has three times that of the others. PEFT's
+    # rank_pattern may give each its own, but other programs (llama.cpp, vLLM) do not read it: they would scale the
+    # layers wrongly, or refuse the file.
+    rank = max(len(a) for a, _, _ in adapters.values())
+    tensors = {}
+    for layer, (a, b, _) in adapters.items():
+        n_missing = rank - len(a)
+        a = nn.functional.pad(a, (0, 0, 0, n_missing))  # rows of zeros
+        b = nn.functional.pad(b, (0, n_missing))  # columns
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = b.contiguous()
+    alpha = rank * lora.alpha / lora.rank
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "lora_dropout": lora.dropout,
+        "target_modules": sorted(adapters),
+        "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
+    }  # fmt: skip
+    save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
+    write_json(out / "adapter_config.json", config)

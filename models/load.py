@@ -5,9 +5,6 @@ the weights, or transformers' model gets our attention. Both must give the same 
 is refused. Before that, the adapters of a PEFT folder are merged into transformers' model,
 and compared in the same way. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
-import copy
-import hashlib
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +13,13 @@ import litgpt
 import numpy as np
 import torch
 import transformers
-from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from head import logp_of
 from infra.checkpoint import read_settings, read_tensors
 from infra.console import BadInput, say, user_error
-from infra.devices import dtype_of, on_rank_0, set_weights
 from infra.random_numbers import round_at_random
-from infra.settings import Lora, RunSettings
+from infra.settings import Lora
 from model import GPT, Block, Packed
 from models.hub import (
     Source,
@@ -38,17 +31,13 @@ from models.hub import (
     read_config,
     read_whole,
     short_texts,
-    weights_hash,
 )
 from models.lora import (
     add_adapters,
     merge_adapters,
-    quantize_base,
     take_out_adapters,
 )
-from objective import Objective
 from packing import pack
-from records.tokenizer import Tokenizer
 from sampler import KVCache
 
 
@@ -258,20 +247,6 @@ def share_weights(gpt: GPT, hf: transformers.PreTrainedModel) -> None:
         gpt.sin = sin_1ND[0]
 
 
-# ---- matrices in bfloat16 ------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def round_matrices(model: nn.Module, precision: str) -> None:
-    """In bf16-mixed give a model's matrices numbers that bfloat16 has, by rounding at random. Autocast, which rounds
-    matrices to nearest at each product, then changes nothing. This is no help in full fine-tuning: all small
-    steps begin at a number of bfloat16, so they are not computed on average either."""
-    if precision == "bf16-mixed":
-        for name, p in model.unique_parameters().items():
-            if p.dim() > 1:
-                p.copy_(round_at_random(p, torch.bfloat16, name))
-
-
 @torch.no_grad()
 def freeze(model: nn.Module, precision: str) -> nn.Module:
     """Make a model a reference: without gradients, and in bf16-mixed with its linear layers held in bfloat16, except a
@@ -282,134 +257,3 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
             if isinstance(module, nn.Linear) and module.weight is not model.embedding.weight:
                 module.to(torch.bfloat16)
     return model
-
-
-# ---- sharding ------------------------------------------------------------------------------------
-
-
-def shard_over_ranks(
-    fabric: Fabric,
-    whole: Packed | None,
-    source: Source,
-    precision: str,
-    lora: Lora | None = None,
-    objective_module: nn.Module | None = None,
-) -> nn.Module:
-    """Shard a model over all ranks. whole: the model on rank 0, None elsewhere: no other rank ever holds
-    all of it. Without `lora` the model is frozen. The objective's module, if there is one, is sharded with
-    the model. A collective."""
-    config = read_config(source)
-    about = weights = None
-    if whole:
-        # rank 0's values of the module count, not other ranks'
-        whole.objective_module = copy.deepcopy(objective_module)
-        weights = whole.unique_parameters()
-        about = whole.tied, whole.embedding.weight.dtype, dict(whole.named_buffers())
-    config.tie_word_embeddings, dtype, buffers = fabric.broadcast(about)
-    auto = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        hf = auto.from_config(config, attn_implementation="eager", dtype=dtype)
-        shell = litgpt_model(hf) or model_of_transformers(hf)
-    add_adapters(shell, lora)
-    shell.objective_module = objective_module
-    if lora is None:
-        freeze(shell, precision)
-    module = fabric.setup_module(shell)
-    for name, x in buffers.items():
-        shell.get_buffer(name).copy_(x)
-    set_weights(module, weights)
-    return module
-
-
-def shard_module(module: Packed, mesh: DeviceMesh, bf16: bool) -> Packed:
-    """Shard a model on the meta device with FSDP2: each block, an untied embedding and head by
-    themselves, then the rest. `bf16`: linear layers are gathered in bfloat16, as autocast would
-    cast them; norms, embedding and adapters stay float32."""
-    # FSDP2 warns of views that a hook might change in place; no hook of ours does
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    mesh = mesh["data_parallel"]
-    policy = MixedPrecisionPolicy()
-    if bf16:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for block in module.blocks:
-        if bf16:
-            linears = [m for m in block.modules() if isinstance(m, nn.Linear)]
-            fully_shard(linears, mesh=mesh, mp_policy=policy)
-        fully_shard(block, mesh=mesh)
-    if not module.tied and module.plain_head:
-        fully_shard(module.embedding, mesh=mesh)
-        fully_shard(module.lm_head, mesh=mesh, mp_policy=policy)
-        # The model's logp reads the head's weight, and FSDP2 gathers a weight only before a method of its layer.
-        # Therefore the model calls its logp as a method of the head.
-        module.lm_head.logp = module.logp
-        register_fsdp_forward_method(module.lm_head, "logp")
-        module.logp = module.lm_head.logp
-    # By default a root stays gathered for its backward; a frozen model has no backward.
-    is_frozen = not any(p.requires_grad for p in module.parameters())
-    fully_shard(module, mesh=mesh, reshard_after_forward=True if is_frozen else None)
-    return module.to_empty(device=mesh.device_type)
-
-
-# ---- the models of a run --------------------------------------------------------------------------
-
-
-def load_policy_and_reference(
-    cfg: RunSettings,
-    fabric: Fabric,
-    source: Source,
-    tokenizer: Tokenizer,
-    objective: Objective,
-    width: int,
-) -> tuple[nn.Module, nn.Module | None, dict[str, str]]:
-    """-> the policy, the frozen reference (None: there is none, or it is the policy with its
-    adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
-    The objective's module, for hidden states of this width, becomes a part of the policy after the
-    reference was copied from the policy. Raises BadInput."""
-    sharded = cfg.strategy == "fsdp"
-    dtype = dtype_of(cfg.precision)
-    policy = None
-    other = None
-    frozen = None
-    other_source = source
-    if cfg.reference:
-        other_source = find_model(cfg.reference, "reference")
-        # the records' ids are made once, by the policy's tokenizer
-        if tokenizer.hf.get_vocab() != Tokenizer(other_source).hf.get_vocab():
-            raise BadInput(f"reference: {cfg.reference}: another tokenizer than {cfg.model}")
-    if fabric.global_rank == 0 or not sharded:
-        policy = load_model(source, dtype=dtype)
-        other = load_model(other_source, dtype=dtype) if cfg.reference else None
-    models = {"model weights": policy, "reference weights": other}.items()
-    hashes = on_rank_0(
-        fabric, lambda: {name: weights_hash(x.unique_parameters()) for name, x in models if x}
-    )
-    if cfg.reference:  # two models with the same weights may still compute differently
-        config = (other_source.root / "config.json").read_bytes()
-        hashes["reference config"] = hashlib.sha256(config).hexdigest()
-    if other:
-        round_matrices(other, cfg.precision)
-    if policy:
-        if cfg.lora.rank or source.base:
-            round_matrices(policy, cfg.precision)
-        add_adapters(policy, cfg.lora)
-    # without cfg.reference, a run with adapters takes the policy with its adapters off
-    is_model = cfg.reference or not cfg.lora.rank
-    if objective.needs_reference and is_model:
-        if sharded:
-            frozen = shard_over_ranks(fabric, other or policy, other_source, cfg.precision)
-        else:  # not wrapped: DDP refuses a module that never trains
-            # copied on the device: the host may have no room for a second model
-            other = other or copy.deepcopy(fabric.to_device(policy))
-            frozen = fabric.to_device(freeze(other, cfg.precision))
-    if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
-        quantize_base(policy, fabric.device)
-    objective_module = objective.make_module(width)
-    # from here on ranks may draw different random numbers (dropout)
-    torch.manual_seed(cfg.seed + 1000003 * fabric.global_rank)
-    if sharded:
-        policy = shard_over_ranks(fabric, policy, source, cfg.precision, cfg.lora, objective_module)
-    else:
-        policy.objective_module = objective_module
-        policy = fabric.setup_module(policy)
-    policy.module.activation_checkpointing = cfg.activation_checkpointing
-    return policy.eval(), frozen, hashes

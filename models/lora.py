@@ -1,4 +1,4 @@
-"""Adapters (LoRA): made, disabled, merged, reset, and written as PEFT's files; a base in 4 bits under them (QLoRA).
+"""Adapters (LoRA): made, disabled, merged, reset.
 
 An adapter of rank r is two matrices, A (r, inputs) and B (outputs, r). It adds scale * B @ A to the
 matrix W (outputs, inputs) of its layer. This file knows no model class: a model has blocks,
@@ -8,19 +8,15 @@ import contextlib
 import itertools
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from head import autocast
 from infra.console import BadInput, rank
 from infra.devices import gather_tensor, place_like
-from infra.files import write_json
 from infra.random_numbers import round_at_random
 from infra.settings import Lora
 
@@ -153,43 +149,6 @@ def reset_adapters(model: nn.Module, seed: int) -> None:
         layer.lora_B.zero_()
 
 
-# ---- a base in 4 bits ----------------------------------------------------------------------------
-
-
-def quantize_base(model: nn.Module, device: torch.device | str) -> None:
-    """QLoRA (arXiv 2305.14314): replace the frozen linear layers of all blocks by bitsandbytes'
-    layers of 4 bits (nf4), on `device`. Adapters, biases and everything outside the blocks
-    stay as they are. Raises BadInput, also if a block has a matrix outside of its linear layers."""
-    linears = {m.weight for m in model.blocks.modules() if type(m) is nn.Linear}
-    for name, p in model.blocks.named_parameters():
-        if p.dim() > 1 and p not in linears and "lora_" not in name:
-            raise BadInput(
-                "lora.quantize: nf4 holds linear layers in 4 bits, and this model has matrices outside of them, such "
-                f"as the experts of a mixture ({name}): leave lora.quantize null"
-            )
-    import bitsandbytes.nn as bnb  # slow to import
-
-    for name, old in list(model.blocks.named_modules()):
-        if type(old) is not nn.Linear:
-            continue
-        # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
-        if old.in_features % 64 != 0:
-            raise BadInput(
-                "lora.quantize: nf4 needs layer widths that are multiples of 64, "
-                f"this model has {old.in_features}"
-            )
-        sizes = old.in_features, old.out_features
-        new = bnb.Linear4bit(*sizes, quant_type="nf4", device="meta")
-        weight = bnb.Params4bit(old.weight.data, quant_type="nf4", module=new)  # ty: ignore
-        new.weight = weight.to(device)
-        new.bias = old.bias
-        # autocast casts only the inputs of nn.Linear, and not those of bitsandbytes
-        new.register_forward_pre_hook(lambda _, inputs: autocast(inputs[0]))
-        # On a CPU eval() would repack the weights for good, and repacked weights pass no gradient on.
-        new.train = lambda mode=True, new=new: new
-        model.blocks.set_submodule(name, new)
-
-
 # ---- disable, merge ------------------------------------------------------------------------------
 
 
@@ -314,30 +273,3 @@ def take_out_adapters(model: nn.Module) -> Adapters:
         model.set_submodule(name, layer.linear)
     model.requires_grad_(True)
     return adapters
-
-
-# ---- PEFT's files --------------------------------------------------------------------------------
-
-
-def write_peft(adapters: Adapters, model: nn.Module, base: str, lora: Lora, out: Path) -> None:
-    """Write a model's adapters in PEFT's format. base: the name of their base model, for PEFT."""
-    # All layers get one rank, though GPT-2's layer for q, k and v has three times that of the others. PEFT's
-    # rank_pattern may give each its own, but other programs (llama.cpp, vLLM) do not read it: they would scale the
-    # layers wrongly, or refuse the file.
-    rank = max(len(a) for a, _, _ in adapters.values())
-    tensors = {}
-    for layer, (a, b, _) in adapters.items():
-        n_missing = rank - len(a)
-        a = nn.functional.pad(a, (0, 0, 0, n_missing))  # rows of zeros
-        b = nn.functional.pad(b, (0, n_missing))  # columns
-        tensors[f"base_model.model.{layer}.lora_A.weight"] = a
-        tensors[f"base_model.model.{layer}.lora_B.weight"] = b.contiguous()
-    alpha = rank * lora.alpha / lora.rank
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
-        "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "lora_dropout": lora.dropout,
-        "target_modules": sorted(adapters),
-        "fan_in_fan_out": any(rows.transposed for rows in model.rows.values()),
-    }  # fmt: skip
-    save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
-    write_json(out / "adapter_config.json", config)

@@ -10,4 +10,5 @@ forms.py      one record of any known form becomes a Record: prompt, completions
 tokenizer.py  a Record becomes text, and then token ids
 template.py   what tokenizer.py asks for the text of messages: the model's chat template, and the check
               that it leaves nothing out
+splits.py     the setting data.split
 """

@@ -5,9 +5,8 @@ training; the splits of the data and their tables (load_splits); the hash of the
 """
 
 import hashlib
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -59,12 +58,6 @@ class Example(NamedTuple):
         return self.prompt.tobytes()
 
     @property
-    def question_key(self) -> bytes:
-        """A key that is equal for equal questions: the prompt and the fields that a checker reads, such as a solution.
-        Computed at each access."""
-        return self.prompt_key + repr(sorted(self.extra.items())).encode()
-
-    @property
     def key(self) -> tuple[bytes, ...]:
         """A key that is equal for equal prompts and completions. Computed at each access."""
         return tuple(ids.tobytes() for ids in (self.prompt, *self.completions))
@@ -110,10 +103,12 @@ def load_examples(
 
 
 def distinct_questions(examples: list[Example]) -> list[Example]:
-    """The first example of each question, in their order."""
+    """The first example of each question, in their order. A question is the prompt with the fields that a checker
+    reads, such as a solution."""
     firsts: dict[bytes, Example] = {}
     for example in examples:
-        firsts.setdefault(example.question_key, example)
+        fields = repr(sorted(example.extra.items()))
+        firsts.setdefault(example.prompt_key + fields.encode(), example)
     return list(firsts.values())
 
 
@@ -157,6 +152,8 @@ def load_file(
             fields = fields_of_prompt(tokenizer.asked(record, by_template))
             example = example._replace(asked=fields)
         if data.split:
+            from records.splits import conversation_of
+
             example = example._replace(conversation=conversation_of(record, by_template))
         examples += learned_from(example, kind, counts)
     refuse(faults)
@@ -383,6 +380,8 @@ def load_splits(
         tokenizer.end_as_the_template_does()
         tokenizer.say_what_leads_an_answer()
     if data.split:
+        from records.splits import split_by_conversation
+
         refuse_unless(
             not data.val and not data.test,
             "data.split: it cuts data.train; give it, or data.val and data.test",
@@ -411,48 +410,6 @@ def count_known(held_out: list[Example], train: list[Example], counts: Counter) 
 def numbered(examples: list[Example]) -> list[Example]:
     """The same examples, each with its number in this list."""
     return [example._replace(number=i, conversation="") for i, example in enumerate(examples)]
-
-
-def split_by_conversation(examples: list[Example], proportions: str) -> list[list[Example]]:
-    """[train, val, test], in the proportions of data.split: `980,10,10` or `990,10`.
-
-    A conversation's split is a function of its words: it depends neither on the order nor on the other
-    conversations, and the ratings of a conversation stay together. Raises BadInput.
-    """
-    with user_error("data.split", f"{proportions}: expected two or three numbers like 980,10,10"):
-        sizes = np.array(split_commas(proportions), float)
-        if len(sizes) not in (2, 3) or not sizes[0] > 0 or not (sizes >= 0).all():
-            raise ValueError
-    upper_edges = sizes.cumsum() / sizes.sum()
-    split: list[list[Example]] = [[], [], []]
-    beginnings = beginnings_of([example.conversation for example in examples])
-    for example in examples:
-        digest = hashlib.sha256(beginnings[example.conversation].encode()).digest()
-        position = int.from_bytes(digest[:8], "big") / 2**64  # in [0, 1)
-        split[(upper_edges <= position).sum()].append(example)
-    return split
-
-
-def conversation_of(record: Record, by_template: bool) -> str:
-    """The words of the user's first turn, or of a plain prompt. Two examples are of one conversation if one of these
-    texts begins with the other."""
-    turns = as_turns(record.prompt)
-    of_user = [turn for turn in turns if turn["role"] == "user"]
-    words = re.findall(r"\w+|[^\w\s]", str((of_user or turns)[0]["content"]))
-    # a blank after each word: `In` does not begin with `I`, but `I am` does
-    text = "".join(f"{word} " for word in words)
-    return f"{text}\n" if by_template else text  # with its end, a turn begins with no other turn
-
-
-def beginnings_of(texts: Iterable[str]) -> dict[str, str]:
-    """For each text the shortest one with which it begins."""
-    beginnings = {}
-    beginning = ""
-    for text in sorted(set(texts)):  # all that begin with a text directly follow it
-        if not beginning or not text.startswith(beginning):
-            beginning = text
-        beginnings[text] = beginning
-    return beginnings
 
 
 def describe(name: str, examples: list[Example], kind: Kind, counts: Counter) -> None:

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, refused, rows_of, train
 
 import kto
-from evaluation import format_before_after
+from finish import format_before_after
 from infra import console
 from infra.checkpoint import RunState
 from infra.logger import Logger, add_row, cut_rows

@@ -21,7 +21,8 @@ from infra.logger import Logger
 from infra.optimizer import make_optimizer
 from infra.settings import Lora
 from models import load
-from models.lora import merged_weights, quantize_base
+from models.lora import merged_weights
+from models.quantize import quantize_base
 
 RUN = ("--batch_size=7", "--max_steps=6", "--optim.lr=1e-2", "--save_interval=2",
        "--lora.rank=4", "--precision=32-true")  # fmt: skip

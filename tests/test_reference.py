@@ -10,7 +10,7 @@ from conftest import assert_same, even, numbers, ranks, refused, rows_of, train
 from tiny_models import GPT2, made, same
 from tokens import edit_json
 
-import reference
+import reference_cache
 from infra.console import BadInput
 from models import load
 from models.export import export
@@ -58,12 +58,12 @@ def test_a_run_that_is_killed_while_it_precomputes_goes_on_where_it_was(
     """Every minute; here always."""
     argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")
     with monkeypatch.context() as m:
-        m.setattr(reference, "WRITE_EVERY", -1)
+        m.setattr(reference_cache, "WRITE_EVERY", -1)
 
         def killed(cache):
             raise BadInput("killed before the end")
 
-        m.setattr(reference.CachedReference, "release", killed)
+        m.setattr(reference_cache.CachedReference, "release", killed)
         refused("killed", train, tiny, ratings, tmp_path / "a", *argv)
     train(tiny, ratings, tmp_path / "b", *argv)
     assert "reference: 0 log-probs computed" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_two_processes_with_a_cache_go_on_as_they_would_have(tiny, pairs, tmp_pa
 def test_a_key_is_of_prompt_and_completion_and_where_the_one_ends():
     texts = ([1, 2], [3, 4]), ([1, 2], [3]), ([1], [2, 3, 4]), ([1, 2, 3], [4]), ([1, 2], [3, 4])
     prompts, completions = zip(*[map(np.array, text) for text in texts])
-    keys = reference.digests(pack(prompts, [(y,) for y in completions]))
+    keys = reference_cache.digests(pack(prompts, [(y,) for y in completions]))
     assert len({*keys}) == 4 and keys[0] == keys[4]
 
 
