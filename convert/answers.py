@@ -63,12 +63,10 @@ def judged_answers(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
 
 def ratings_of(layout: Layout, raw: dict, fields: dict) -> list[Found] | None:
     """The ratings of a record's answers, each with its place. The record's own label leaves the fields. None if the
-    record has no label and needs none. Raises BadInput."""
+    record has no label and needs none."""
     if "label" in layout.columns:
         return layout.columns["label"].all(raw)
     names = [name for name in fields if ALIASES.get(name, name) == "label"]
-    if len(names) > 1:
-        raise BadInput("label: given twice")
     if not names and (not layout.labels.wanted or layout.kind == "paired" or "chosen" in fields):
         return None
     return [((), fields.pop(name)) for name in names]
@@ -87,15 +85,11 @@ def answers_of(
     for name in ANSWERS:
         if name not in columns:
             continue
-        found = columns[name].all(raw) or [((), None)]
-        for place, answer in found:
+        for place, answer in columns[name].all(raw) or [((), None)]:
             judgement: Judgement = name == "chosen"
             if name not in PAIR:
                 judgement = ratings and [x for at, x in ratings if is_same_place(at, place)]
             answers.append((name, answer, judgement))
-        for at, _ in ratings or []:
-            if not any(is_same_place(at, place) for place, _ in found):
-                layout.counts["ratings without an answer"] += 1
     return answers or [("", None, ratings and [rating for _, rating in ratings])]
 
 

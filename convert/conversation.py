@@ -8,7 +8,6 @@ Reading order: rated_messages, the whole way of a conversation; nodes_of; turns_
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -16,9 +15,10 @@ from typing import NamedTuple
 from convert.answers import Judged, judge
 from convert.layout import Layout
 from convert.messages import message, role_of
-from convert.paths import elements, nearest, opened
+from convert.paths import elements, opened
 from convert.values import Skipped, is_there
-from infra.console import BadInput
+from infra.console import BadInput, user_error
+from records.forms import unique_keys
 
 
 class Node(NamedTuple):
@@ -38,11 +38,9 @@ def rated_messages(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
     messages = layout.columns["messages"].one(raw)
     if isinstance(messages, str):
         messages = opened(messages)
-    if not is_there(messages):
-        raise Skipped("without messages")
-    if not isinstance(messages, list | dict):
-        raise BadInput(f"messages: expected a list, got {messages!r:.50}")
     nodes = nodes_of(layout, [(where, message) for message in elements(messages)])
+    if not nodes:
+        raise Skipped("without messages")
     return rated_nodes(layout, nodes, layout.fields_beside(raw), raw)
 
 
@@ -52,10 +50,8 @@ def rated_nodes(
     """The answers of the assistant among these messages. fields: the other fields of the record. raw: the record with
     the messages; None if each message is a record. Raises Skipped, and BadInput for a fault of no single answer."""
     columns = layout.columns
-    by_id = {node.id: node for node in nodes}
-    if len(by_id) < len(nodes):
-        twice = Counter(node.id for node in nodes).most_common(1)[0][0]
-        raise BadInput(f"id: {twice}: two messages have it")
+    with user_error("id"):
+        by_id = unique_keys([(node.id, node) for node in nodes])
     replies: dict[str | None, object] = {}  # the user's first message after each answer
     for node in nodes:
         if role_of(layout, node.raw) == "user":
@@ -71,9 +67,7 @@ def rated_nodes(
             if not any(map(is_there, ratings)):
                 if role_of(layout, node.raw) != "assistant":
                     continue
-                # a record without a label withdraws an earlier one; a message without a rating says nothing
-                if "rated" not in columns or not layout.settings.repeated:
-                    raise Skipped("not rated")
+                raise Skipped("not rated")
             rating_id = columns["rating_id"].one(node.raw) if "rating_id" in columns else None
             if is_there(rating_id) and rating_id in rating_ids:
                 raise Skipped("a copy, with the rating of another answer")
@@ -99,8 +93,7 @@ def pointed_at(pointer: object, by_id: dict[str, Node]) -> Node:
     if not is_there(pointer):
         raise Skipped("not rated")
     if str(pointer) not in by_id:
-        there = nearest(str(pointer), list(by_id))
-        raise BadInput(f"rated: {pointer}: no such message; there is {there}")
+        raise BadInput(f"rated: {pointer}: no such message")
     return by_id[str(pointer)]
 
 
@@ -140,11 +133,9 @@ def turns_up_to(layout: Layout, node: Node, by_id: dict[str, Node]) -> list[dict
     ids = {node.id}
     while upwards[-1].parent is not None:
         parent = upwards[-1].parent
-        if parent in ids:
-            raise BadInput(f"parent: {parent}: a loop: the message comes before itself")
-        if parent not in by_id:
+        if parent in ids or parent not in by_id:
             raise BadInput(
-                f"parent: {parent}: message {upwards[-1].id} answers it, but it is not in the file"
+                f"parent: {parent}: message {upwards[-1].id} answers it, but it is not in the file, or comes later"
             )
         ids.add(parent)
         upwards.append(by_id[parent])

@@ -31,7 +31,6 @@ TOGETHER = {
     "rated": ("messages", "label"),
     "id": ("label",),
 }
-HH = r"user=\n\nHuman:,assistant=\n\nAssistant:"
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,8 @@ class Conversion:
     != and the forms that labels take, and times: created_at=>=2026-11-24."""
     roles: str | None = None
     """The meaning of the messages' roles, if they are not ours: user=true,assistant=false."""
-    records: str | None = None
-    """The path of a list inside each record. Its elements are the records: feedback_data."""
     turns: str | None = None
-    """Texts that hold a dialogue: hh (\\n\\nHuman: ...\\n\\nAssistant: ...), or the marks that begin a turn:
-    user=<|user|>,assistant=<|bot|>."""
-    repeated: Literal["last", "first"] | None = None
-    """If one answer has several ratings (logs of clicks): the last one counts, or the first if the newest is on top. A
-    rating without a label withdraws the others. null: each is a record."""
+    """Texts that hold a dialogue: the marks that begin a turn. user=<|user|>,assistant=<|bot|>."""
     raters: Literal["agree", "majority"] = "agree"
     """If an answer has several ratings: agree drops the answer unless all are equal, majority lets more than half of
     them decide."""
@@ -81,7 +74,6 @@ class Layout:
 
     def __init__(self, settings: Conversion, counts: Counter):
         """Raises BadInput."""
-        self.settings = settings
         self.kind = settings.kind
         self.counts = counts
         self.extra = split_commas(settings.extra)
@@ -102,10 +94,8 @@ class Layout:
             self.where.append((Column(path), sign, values_of(wanted)))
         self.roles = dict(ROLES)
         for role, names in named("--roles", settings.roles).items():
-            if role not in ROLES:
-                raise BadInput(f"--roles: {role}: no role; there is {', '.join(ROLES)}")
             self.roles |= dict.fromkeys(names.lower().split("|"), role)
-        marks = named("--turns", HH if settings.turns == "hh" else settings.turns)
+        marks = named("--turns", settings.turns)
         self.was_marked = False  # whether a text had a mark
         self.marks = {mark.replace("\\n", "\n"): role for role, mark in marks.items()}
         # all records of a file are one tree of messages
@@ -139,8 +129,6 @@ class Layout:
             raise BadInput("--columns: prefix: it needs the columns of the answers, too")
         if self.marks and not columns.keys() & set(TEXTS):
             raise BadInput("--turns: which fields have the marks? --columns prompt=prompt,...")
-        if "verdict" in columns and "label" in columns:
-            raise BadInput("--columns: label: there is a verdict, too: which rating is meant?")
         for column, _, _ in self.where:
             if column.inner and (self.is_tree or not self.rates_messages):
                 raise BadInput(
@@ -153,8 +141,6 @@ class Layout:
             raise BadInput(
                 f"--labels: missing: what do the values of {ratings.text} mean? 0 may be down, no vote or a draw"
             )
-        if self.settings.repeated and self.makes_pairs:
-            raise BadInput("--repeated: it is for ratings of single answers, and these are pairs")
 
     def _sort_fields(self) -> None:
         """Which of a record's own fields stay: all if every column is a plain name, otherwise some of ours. A field

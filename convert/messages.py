@@ -37,10 +37,7 @@ def text_or_turns(layout: Layout, name: str, value: object) -> object:
     """The value of the column `name` of a prompt or an answer: a text, messages in our form, or a list of texts
     (see last_of_dialogue). Raises Skipped, BadInput."""
     if isinstance(value, str):
-        try:
-            content = opened(value)
-        except BadInput as e:
-            raise BadInput(f"{name}: {e}") from None
+        content = opened(value)
         messages = content if isinstance(content, list) else [content]
         if not messages or not all(map(is_message, messages)):
             return split_turns(layout, own_words(layout, value))

@@ -95,9 +95,6 @@ class Column:
     def all(self, record: object) -> list[Found]:
         """All values in a record, each with the index of every star and of its part of a sum."""
         self.was_asked = True
-        if self.text and isinstance(record, dict) and self.text in record:  # also a name with dots
-            self.was_found = True
-            return [((), record[self.text])]
         if len(self.parts) == 1:
             return self._first(self.parts[0], record, ())
         result = []
@@ -134,17 +131,17 @@ class Column:
         return {self.text} | {steps[0] for part in self.parts for steps in part if steps}
 
 
-def paths_in(value: object, before: str = "", depth: int = 6) -> Iterator[tuple[str, object]]:
+def paths_in(value: object, before: str = "") -> Iterator[tuple[str, object]]:
     """All paths that a value has, and what lies there, for a message."""
     with suppress(BadInput):
         value = opened(value) if isinstance(value, str) else value
-    if isinstance(value, dict) and depth:
+    if isinstance(value, dict):
         for name, inner in value.items():
             yield before + name, inner
-            yield from paths_in(inner, f"{before}{name}.", depth - 1)
-    elif isinstance(value, list) and depth:
+            yield from paths_in(inner, f"{before}{name}.")
+    elif isinstance(value, list):
         for element in value[:5]:
-            yield from paths_in(element, f"{before}*.", depth - 1)
+            yield from paths_in(element, f"{before}*.")
 
 
 def nearest(name: str, names: list[str]) -> str:

@@ -11,13 +11,12 @@ from itertools import islice
 from pathlib import Path
 
 from convert.layout import Conversion
-from convert.paths import nearest, paths_in
 from convert.reader import Reader
-from infra.console import BadInput, user_error
+from infra.console import BadInput
 from infra.parse import parse_command, read_config_file
 from infra.settings import find_path, split_commas
 from preview import show_record
-from records.forms import as_text, parse_json, understand_record
+from records.forms import parse_json, understand_record
 from records.sources import decoded_records, files_of, split_sources
 
 FORMS = Path(__file__).parent / "forms"
@@ -26,7 +25,7 @@ FORMS = Path(__file__).parent / "forms"
 def main(words: list[str]) -> None:
     """Raises BadInput."""
     settings = settings_of(words)
-    if settings == Conversion(settings.file, kind=settings.kind, out=settings.out):
+    if settings == Conversion(settings.file, kind=settings.kind):
         settings = with_fitting_form(settings)
     counts: Counter = Counter()
     lines = Reader(settings, counts).read_all()
@@ -50,18 +49,14 @@ def settings_of(words: list[str]) -> Conversion:
     if settings.out:
         out = Path(settings.out)
         files = [Path(file) for part in split_sources(settings.file) for file in files_of(part)]
-        is_the_source = out.exists() and any(x.exists() and x.samefile(out) for x in files)
-        if out.suffix != ".jsonl" or is_the_source:
+        if out.suffix != ".jsonl" or out.resolve() in [file.resolve() for file in files]:
             raise BadInput(f"--out: {out}: expected another file, whose name ends in .jsonl")
     return settings
 
 
 def form_file(name: str) -> str:
-    """The file of a form: its name in convert/forms, or a file. Raises BadInput."""
+    """The file of a form: its name in convert/forms, or a file."""
     file = find_path(name) if name.endswith((".yaml", ".yml")) else FORMS / f"{name}.yaml"
-    if not file.exists():
-        names = [form.stem for form in sorted(FORMS.glob("*.yaml"))]
-        raise BadInput(f"--form: {name}: no such form; there is {nearest(name, names)}")
     return str(file)
 
 
@@ -70,9 +65,7 @@ def write(lines: Iterable[str], settings: Conversion, counts: Counter) -> None:
     out = Path(settings.out)
     unfinished = out.with_name(f".{out.name}.tmp")
     try:
-        with user_error("--out"):
-            opened = open(unfinished, "w", encoding="utf-8")
-        with opened as file:
+        with open(unfinished, "w", encoding="utf-8") as file:
             for line in lines:
                 file.write(line + "\n")
             if not file.tell():
@@ -98,24 +91,14 @@ def print_table(settings: Conversion, counts: Counter) -> None:
 
 
 def with_fitting_form(settings: Conversion) -> Conversion:
-    """The settings, with the form that fits where it is only to be shown. Raises BadInput if it must be given, and if
-    no form fits and these are no records of ours."""
+    """The settings, with the form that fits if there is one."""
     file = files_of(split_sources(settings.file)[0])[0]
     sample = list(islice(decoded_records(file, []), 200))
     form = fitting_form(settings, sample)
-    n_ours, fault = try_settings(settings, sample)
-    if form and settings.out and not n_ours:
-        raise BadInput(f"{settings.file}: --form {form} fits: give it with --out {settings.out}")
-    if form and not settings.out:
-        more = "; without it these are records of ours" if n_ours else ""
-        print(f"--form {form} fits{more}", flush=True)
+    if form:
+        print(f"--form {form} fits", flush=True)
         return replace(settings, **read_config_file(form_file(form)))
-    if n_ours or not sample:
-        return settings
-    lines = [fault, "no form of convert/forms fits; say where the fields are (docs/convert.md):"]
-    for path, value in list(dict(paths_in(sample[0][1])).items())[:30]:
-        lines.append(f"  {path} = {as_text(value)[:60]!r}")
-    raise BadInput("\n".join(lines))
+    return settings
 
 
 def fitting_form(settings: Conversion, sample: list) -> str | None:

@@ -1,7 +1,6 @@
 """Records of ours from foreign ones, by the settings of a conversion.
 
-Reading order: Reader.read, the whole way of all files; one record; ratings or pairs; paths that find nothing; settled
-(one answer that is rated several times).
+Reading order: Reader.read, the whole way of all files; one record; ratings or pairs; paths that find nothing.
 """
 
 import json
@@ -11,12 +10,12 @@ from itertools import chain
 
 from convert.answers import Judged, judged_answers
 from convert.conversation import nodes_of, rated_messages, rated_nodes
-from convert.layout import ANSWERS, REWARDS, TEXTS, Conversion, Layout
-from convert.paths import Column, elements, nearest, paths_in
+from convert.layout import REWARDS, Conversion, Layout
+from convert.paths import nearest, paths_in
 from convert.values import Skipped
 from infra.console import BadInput
 from infra.settings import refuse
-from records.forms import ALIASES, ENCODER, refuse_half_characters, understand_record
+from records.forms import ENCODER, understand_record
 from records.sources import decoded_records, files_of, split_sources
 
 # a file may have none of these
@@ -34,8 +33,7 @@ class Reader:
         self.settings = settings
         self.layout = Layout(settings, counts)
         self.counts = counts
-        self.inner_records = Column(settings.records) if settings.records else None
-        self.samples: list[object] = []  # a few raw records, for messages
+        self.sample: object = None  # the first raw record, for messages
         self.faults: list[str] = []
 
     def read_all(self) -> Iterator[str]:
@@ -47,15 +45,13 @@ class Reader:
         """Our records of those of several files, as lines of JSON. Raises BadInput at the end, with the first twenty
         bad records."""
         layout = self.layout
-        all_answers = self._answers(files)
-        if self.settings.repeated:
-            all_answers = [settled(chain.from_iterable(all_answers), self.settings.repeated)]
-        for answers in all_answers:
+        for answers in self._answers(files):
             for where, record in self._written(answers):
                 try:
-                    line = line_of({**record, "source": where})
+                    line = ENCODER.encode({**record, "source": where})
+                    line.encode()  # raises a ValueError at half of a character
                     understood = understand_record(record, layout.kind, layout.extra, is_whole=True)
-                except ValueError as e:  # BadInput, or a field that is given twice
+                except ValueError as e:  # BadInput, or Python's own
                     self.faults.append(f"{where}: {e}")
                     continue
                 is_pair = len(understood.completions) == 2
@@ -69,7 +65,7 @@ class Reader:
     def _answers(self, files: list[Raws]) -> Iterator[list[Judged]]:
         """The answers of each record. Faults of a record are added to `faults`."""
         for raws in files:
-            records = self._raw_records(raws)
+            records = self._counted(raws)
             if self.layout.is_tree:
                 messages = list(records)
                 records = [(where, messages) for where, _ in messages[:1]]
@@ -81,19 +77,11 @@ class Reader:
                 except BadInput as e:
                     self.faults.append(f"{where}: {e}")
 
-    def _raw_records(self, raws: Raws) -> Iterator[tuple[str, object]]:
-        """The records of a file, or those in the lists that --records names."""
+    def _counted(self, raws: Raws) -> Raws:
         for where, raw in raws:
-            inner = [(where, raw)]
-            if self.inner_records:
-                records = elements(self.inner_records.one(raw))
-                inner = [(f"{where}:{i}", record) for i, record in enumerate(records, 1)]
-                if not inner:
-                    self._drop(f"without {self.inner_records.text}")
-            if len(self.samples) < 20:
-                self.samples += [record for _, record in inner] or [raw]
-            self.counts["read"] += len(inner)
-            yield from inner
+            self.counts["read"] += 1
+            self.sample = self.sample or raw
+            yield where, raw
 
     def _answers_of_record(self, where: str, raw: object) -> Iterable[Judged]:
         """The answers of a record, or of a file that is one tree: (where, message) of its records. Raises Skipped,
@@ -162,7 +150,7 @@ class Reader:
         """A message about a path that found nothing in any record, such as one with a typo, or an empty text. If the
         path may find nothing, this is counted."""
         layout = self.layout
-        lost = [("--records: ", self.inner_records)] if self.inner_records else []
+        lost = []
         for column, sign, wanted in layout.where:
             if sign == "=" and "null" not in wanted.texts:
                 lost.append(("--where: ", column))
@@ -175,47 +163,9 @@ class Reader:
             self.counts["without a mark of --turns"] = self.counts["read"]
         for setting, column in lost:
             if column.was_asked and not column.was_found:
-                names = [path for sample in self.samples for path, _ in paths_in(sample)]
-                near = nearest(column.text, names)
+                near = nearest(column.text, [path for path, _ in paths_in(self.sample)])
                 return f"{setting}{column.text}: found in no record; there is {near}"
         return ""
-
-
-def line_of(record: dict) -> str:
-    """A record as JSON. Raises BadInput if a text has half of a character."""
-    line = ENCODER.encode(record)
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        refuse_half_characters(record)
-    return line
-
-
-# ---- one answer that is rated several times ------------------------------------------------------
-
-
-def settled(answers: Iterable[Judged], repeated: str) -> list[Judged]:
-    """The answers of all records. If one answer to one prompt is rated several times, the last or the first rating
-    counts. A rating that says nothing withdraws those before it."""
-    groups: dict[str, list[Judged]] = {}
-    for i, judged in enumerate(answers):
-        groups.setdefault(rating_key(judged) or str(i), []).append(judged)
-    result = []
-    for group in groups.values():
-        if repeated == "last":
-            group.reverse()
-        for judged in group[1:]:
-            judged.reason = "rated again"
-        result += group
-    return result
-
-
-def rating_key(judged: Judged) -> str:
-    """A key that is equal for two ratings of one answer: all fields of prompt and answer. Empty if the answer cannot be
-    read."""
-    names = {*TEXTS, "system", "history", "tools", "chat_template_kwargs"}
-    record = {ALIASES.get(x, x): y for x, y in judged.record.items() if ALIASES.get(x, x) in names}
-    return key_of(record) if record.keys() & set(ANSWERS) else ""
 
 
 def key_of(fields: dict) -> str:

@@ -109,7 +109,7 @@ def understand_record(
         # the names of the fields in the record itself
         names = [name for name, value in record.items() if value is not None]
         raise BadInput(
-            f"{e}: missing; there is {', '.join(names)}; python -m convert reads other forms"
+            f"{e}: missing; there is {', '.join(names)}; other forms: docs/convert.md"
         ) from None
 
 

@@ -113,7 +113,7 @@ BUDGETS = {
     "infra/": 13_080,  # signs of a sick run (health.py); empty texts; a closed terminal; the group of a setting
     "models/": 9_555,  # a name for the widest type
     "records/": 11_500,  # data.split refuses negative shares; the label of a marked part is read once
-    "convert/": 9_965,  # withdrawn ratings in conversations; each line at fault in a tree; settings without effect
+    "convert/": 9_030,
     "rate/": 2_115,
     "tests/": 94_250,  # log-probs of likeliest tokens, stop texts, 8-bit AdamW; answers that rounding changes
     "benchmarks/": 8_995,
