@@ -21,9 +21,6 @@ from objective import Objective
 from packing import PackedBatch
 from records.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    pass
-
 
 class FrozenModel:
     """A reference that is a separate model: a copy of the start, or another model."""
@@ -91,18 +88,18 @@ def load_policy_and_reference(
     tokenizer: Tokenizer,
     objective: Objective,
     width: int,
-) -> tuple[nn.Module, nn.Module | None, dict[str, str]]:
-    """-> the policy, the frozen reference (None: there is none, or it is the policy with its
-    adapters off), and the hashes of their weights. Of a sharded run rank 0 alone reads the weights.
-    The objective's module, for hidden states of this width, becomes a part of the policy after the
-    reference was copied from the policy. Raises BadInput."""
+    hashes: dict[str, str],
+) -> "tuple[nn.Module, Reference | None, dict[str, str]]":
+    """-> the policy, the reference (None: the objective needs none), and `hashes`, those of the run's inputs, with
+    those of the weights. Of a sharded run rank 0 alone reads the weights. The objective's module, for hidden states of
+    this width, becomes a part of the policy after the reference was copied from the policy. Raises BadInput."""
     sharded = cfg.strategy == "fsdp"
     if sharded:
         from models.shard import shard_over_ranks
     dtype = dtype_of(cfg.precision)
     policy = None
     other = None
-    frozen = None
+    reference = None
     other_source = source
     if cfg.reference:
         other_source = find_model(cfg.reference, "reference")
@@ -113,7 +110,7 @@ def load_policy_and_reference(
         policy = load_model(source, dtype=dtype)
         other = load_model(other_source, dtype=dtype) if cfg.reference else None
     models = {"model weights": policy, "reference weights": other}.items()
-    hashes = on_rank_0(
+    hashes = hashes | on_rank_0(
         fabric, lambda: {name: weights_hash(x.unique_parameters()) for name, x in models if x}
     )
     if cfg.reference:  # two models with the same weights may still compute differently
@@ -134,6 +131,7 @@ def load_policy_and_reference(
             # copied on the device: the host may have no room for a second model
             other = other or copy.deepcopy(fabric.to_device(policy))
             frozen = fabric.to_device(freeze(other, cfg.precision))
+        reference = FrozenModel(fabric, frozen)
     if cfg.lora.quantize:  # only now: the hashes are of the source's own weights
         from models.quantize import quantize_base
 
@@ -147,7 +145,13 @@ def load_policy_and_reference(
         policy.objective_module = objective_module
         policy = fabric.setup_module(policy)
     policy.module.activation_checkpointing = cfg.activation_checkpointing
-    return policy.eval(), frozen, hashes
+    if objective.needs_reference and not is_model:
+        reference = AdaptersOff(policy)
+    if cfg.reference_cache and reference:
+        from reference_cache import CachedReference
+
+        reference = CachedReference(reference, fabric, cfg, hashes)
+    return policy.eval(), reference, hashes
 
 
 @torch.no_grad()
@@ -159,23 +163,3 @@ def round_matrices(model: nn.Module, precision: str) -> None:
         for name, p in model.unique_parameters().items():
             if p.dim() > 1:
                 p.copy_(round_at_random(p, torch.bfloat16, name))
-
-
-def make_reference(
-    cfg: RunSettings,
-    fabric: Fabric,
-    objective: Objective,
-    policy: nn.Module,
-    frozen: nn.Module | None,
-    hashes: dict[str, str],
-) -> "Reference | None":
-    """The reference of a run; None if the objective needs none. frozen: the reference's own model, if it has one.
-    hashes: of the run's inputs and of the weights."""
-    if not objective.needs_reference:
-        return None
-    reference = AdaptersOff(policy) if frozen is None else FrozenModel(fabric, frozen)
-    if cfg.reference_cache:
-        from reference_cache import CachedReference
-
-        return CachedReference(reference, fabric, cfg, hashes)
-    return reference

@@ -24,14 +24,11 @@ if TYPE_CHECKING:
     from reference import AdaptersOff, FrozenModel
     from trainer import Trainer
 
-# seconds of work that a run may lose if it is killed while it precomputes
-WRITE_EVERY = 60
-
 
 class CachedReference:
     """A reference with its log-probs in a folder, by the content of prompt and completion.
 
-    It computes the log-probs that the folder lacks, and writes them every minute, until `release` frees the model.
+    It computes the log-probs that the folder lacks, until `release` writes them and frees the model.
     Runs and ranks can share a folder: each writes separate files.
     """
 
@@ -49,11 +46,9 @@ class CachedReference:
         models = [x for name, x in sorted(hashes.items()) if name not in ("program", "records")]
         depends = [*models, cfg.precision, cfg.lora.quantize]
         self.key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-        # hash of an example: its log-prob. All that are known, and those that are not written yet
+        # hash of an example: its log-prob. All that are known, and those that this rank has computed
         self.known: dict[str, float] = {}
-        self.unwritten: dict[str, float] = {}
-        self.n_computed = 0
-        self.written = time.monotonic()
+        self.computed: dict[str, float] = {}
         with user_error("reference_cache", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._read()
@@ -87,29 +82,21 @@ class CachedReference:
         elif all_reduce(torch.tensor(float(is_missing), device=device)) > 0:
             for key, x in zip(keys, self.compute(packed).logps.flatten().tolist()):
                 if key not in self.known:
-                    self.known[key] = self.unwritten[key] = x
-                    self.n_computed += 1
-            if time.monotonic() - self.written > WRITE_EVERY:
-                self._write()
+                    self.known[key] = self.computed[key] = x
         logps = torch.tensor([self.known[key] for key in keys])
         return Scores(to_device(logps.view(packed.length_BK.shape), device))
 
     def release(self) -> None:
         """Write the new log-probs and free the model. All log-probs that the run needs are known now."""
-        self._write()
+        if self.computed:
+            name = f"{self.key}-{rank()}-{time.time_ns()}.json"
+            write_whole(self.folder / name, json.dumps(self.computed))
         self.fabric.barrier()
         # Two ranks may have computed the same value: take the one that a resume will find.
         self._read()
         self.reference = None
-        computed = f"{self.n_computed:,} log-probs computed"
+        computed = f"{len(self.computed):,} log-probs computed"
         say(f"reference: {computed}, {len(self.known):,} known in {self.folder}")
-
-    def _write(self) -> None:
-        if self.unwritten:
-            name = f"{self.key}-{rank()}-{time.time_ns()}.json"
-            write_whole(self.folder / name, json.dumps(self.unwritten))
-        self.unwritten = {}
-        self.written = time.monotonic()
 
     def _read(self) -> None:
         for file in sorted(self.folder.glob(f"{self.key}-*.json")):

@@ -73,7 +73,7 @@ from records.examples import (
 )
 from records.sources import absolute_sources
 from records.tokenizer import Tokenizer
-from reference import AdaptersOff, load_policy_and_reference, make_reference
+from reference import AdaptersOff, load_policy_and_reference
 
 if TYPE_CHECKING:
     from reference import Reference
@@ -284,15 +284,13 @@ def setup(
 
     # the models, and what trains the policy
     say(f"loading {cfg.model}")
-    policy, frozen, of_weights = load_policy_and_reference(
-        cfg, fabric, source, tokenizer, objective, config.hidden_size
+    policy, reference, hashes = load_policy_and_reference(
+        cfg, fabric, source, tokenizer, objective, config.hidden_size, hashes
     )
-    hashes |= of_weights
     policy.module.max_seq_length = min(policy.module.max_seq_length, context)
     say(what_trains(policy))
     trained_by = (optimizer or make_optimizer)(policy.module, cfg)
     check_optimizer(trained_by, policy.unique_parameters())
-    reference = make_reference(cfg, fabric, objective, policy, frozen, hashes)
 
     # a new run, or one that continues from a checkpoint
     code = program_hash(program_file())

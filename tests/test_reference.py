@@ -11,7 +11,6 @@ from tiny_models import GPT2, made, same
 from tokens import edit_json
 
 import reference_cache
-from infra.console import BadInput
 from models import load
 from models.export import export
 from models.hub import find_model
@@ -50,23 +49,6 @@ def test_a_second_run_computes_nothing_and_is_the_first_to_the_bit(tiny, ratings
     assert "reference: 0 log-probs computed" in capsys.readouterr().out
     assert_same(first, second)
     assert sorted((tmp_path / "cache").iterdir()) == files
-
-
-def test_a_run_that_is_killed_while_it_precomputes_goes_on_where_it_was(
-    tiny, ratings, tmp_path, capsys, monkeypatch
-):
-    """Every minute; here always."""
-    argv = (*COMMON, f"--reference_cache={tmp_path / 'cache'}")
-    with monkeypatch.context() as m:
-        m.setattr(reference_cache, "WRITE_EVERY", -1)
-
-        def killed(cache):
-            raise BadInput("killed before the end")
-
-        m.setattr(reference_cache.CachedReference, "release", killed)
-        refused("killed", train, tiny, ratings, tmp_path / "a", *argv)
-    train(tiny, ratings, tmp_path / "b", *argv)
-    assert "reference: 0 log-probs computed" in capsys.readouterr().out
 
 
 def other_weights(source) -> None:
