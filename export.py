@@ -18,7 +18,7 @@ from infra.checkpoint import checkpoint_folder
 from infra.console import BadInput, run_cli, say
 from infra.files import publish_folder
 from infra.settings import LocalPath, find_path, refuse_unless
-from models.export import export_checkpoint, make_card, write_peft
+from models.export import export_checkpoint, write_peft
 from models.hub import Source, find_model
 from models.lora import gather_adapters
 from reference import AdaptersOff
@@ -47,8 +47,6 @@ def export_adapters(run: "Run") -> None:
 
     def write(new: Path) -> None:
         write_peft(adapters, run.policy.module, base, run.cfg.lora, new)
-        checkpoint = Source(checkpoint_folder(run.folder, run.state.step), run.source)
-        (new / "README.md").write_text(make_card(checkpoint, "peft"))
         if run.cfg.data.chat_template:
             (new / "chat_template.jinja").write_text(run.tokenizer.template)
 

@@ -4,8 +4,7 @@ adapters as a PEFT folder."""
 import codecs
 import re
 from collections import Counter
-from collections.abc import Mapping
-from functools import reduce
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from infra.checkpoint import read_settings, read_state
 from infra.devices import dtype_of
 from infra.files import write_json
 from infra.random_numbers import round_at_random
-from infra.settings import Lora, RunSettings, read_text, refuse_unless
+from infra.settings import Lora, RunSettings, find_path, read_text, refuse_unless
 from model import GPT, Block
 from models.hub import (
     Rows,
@@ -29,7 +28,6 @@ from models.hub import (
     names_in_model,
     read_config,
     read_json,
-    root_id,
     stored_types,
     weight_files,
     weights_hash,
@@ -48,37 +46,27 @@ def is_rounded(source: Source, cfg: RunSettings) -> bool:
     return is_narrow and cfg.precision != "64-true"
 
 
-def _say_type_in_config(file: Path, types: set[torch.dtype]) -> None:
-    """Correct the types that config.json says, also of a text or a vision model within it. types: of the weights. A
-    type that no weight has becomes one that has all numbers of all weights."""
-    widest = reduce(torch.promote_types, types)
-    names = [str(dtype).removeprefix("torch.") for dtype in (widest, *types)]
-
-    def correct(said: re.Match) -> str:
-        return said[0] if said[2] in names else f'{said[1]}"{names[0]}"'
-
+def _say_type_in_config(file: Path, types: Iterable[torch.dtype]) -> None:
+    """Let config.json say the type of most weights, also of a text or a vision model within it. types: of all
+    weights."""
+    [(dtype, _)] = Counter(types).most_common(1)
+    name = str(dtype).removeprefix("torch.")
     text = file.read_text()
-    file.write_text(re.sub(r'("(?:torch_)?dtype": )"(\w+)"', correct, text))
-
-
-def _say_template_in_config(file: Path, template: str) -> None:
-    """Put a chat template into tokenizer_config.json, too: llama.cpp, Ollama and old versions of transformers read
-    that one."""
-    config = read_json(file) if file.exists() else {}
-    write_json(file, config | {"chat_template": template})
+    file.write_text(re.sub(r'("(?:torch_)?dtype": )"\w+"', rf'\1"{name}"', text))
 
 
 # ---- the card ------------------------------------------------------------------------------------
 
 
-def make_card(checkpoint: Source, library: str | None) -> str:
-    """README.md of an exported checkpoint, for the Hub: the Hub id of its model, if it has one, and the settings.
-    library: the library that loads the export."""
+def _make_card(checkpoint: Source) -> str:
+    """README.md of an exported checkpoint, for the Hub: the Hub id of its model, if it has one, and the settings."""
     settings = read_settings(checkpoint.folder)
     state = read_state(checkpoint.folder)
+    name = settings["model"]
+    is_path = Path(name).is_absolute() or find_path(name).exists()
     about = {
-        "library_name": library,
-        "base_model": root_id(checkpoint),
+        "library_name": "transformers",
+        "base_model": None if is_path else name,
         "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
     }
     metadata = yaml.safe_dump({k: v for k, v in about.items() if v}, sort_keys=False)
@@ -123,11 +111,14 @@ def export(
     _write_weights(source, rows, weights, out, types, seed)
     for file in source.files:
         copy_text(file, out / file.name)
-    _say_type_in_config(out / "config.json", set(types.values()))
+    _say_type_in_config(out / "config.json", types.values())
     for name, text in notes.items():
         (out / name).write_text(text)
     if "chat_template.jinja" in notes:
-        _say_template_in_config(out / "tokenizer_config.json", notes["chat_template.jinja"])
+        # llama.cpp, Ollama and old versions of transformers read this file's
+        file = out / "tokenizer_config.json"
+        config = read_json(file) if file.exists() else {}
+        write_json(file, config | {"chat_template": notes["chat_template.jinja"]})
 
 
 def _write_weights(
@@ -138,13 +129,12 @@ def _write_weights(
     types: dict[str, torch.dtype],
     seed: int,
 ) -> None:
-    """Write files of weights like the source's, with the same names. types: by these names. See export."""
+    """Write files of weights like the source's, with the same names: the source's index fits. types: by these names.
+    See export."""
     with torch.device("meta"):
         shell = transformers.AutoModelForCausalLM.from_config(read_config(source))
     name_of = names_in_model(shell, types)
     trained = _trained_weights(shell, rows, weights, Counter(name_of.values()))
-    file_of = {}
-    size = 0
     for file in weight_files(source.root):
         part = {}
         with safe_open(file, "pt") as stored:
@@ -155,13 +145,8 @@ def _write_weights(
                 # not trained here: a vision tower, layers that predict more tokens, constants
                 x = trained.pop(key) if key in trained else stored.get_tensor(name)
                 part[name] = round_at_random(x, types.get(name, x.dtype), key, seed)
-                size += part[name].nbytes
         save_file(part, out / file.name, {"format": "pt"})
-        file_of |= dict.fromkeys(part, file.name)
     assert not trained, f"the source's files have no place for {', '.join(trained)}"
-    if len(set(file_of.values())) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": file_of}
-        write_json(out / "model.safetensors.index.json", index)
 
 
 def _trained_weights(
@@ -207,9 +192,7 @@ def export_checkpoint(source: Source, out: Path, export_dtype: torch.dtype | Non
             f"export: {source.base.folder}: not the weights that {source.folder} was trained on",
         )
     put_on(gpt, source.folder)
-    # transformers cannot load a model with blocks of a fork's own
-    library = "transformers" if GPT.block_class is Block else None
-    notes = {"README.md": make_card(source, library)}
+    notes = {"README.md": _make_card(source)}
     if source.chat_template:
         notes["chat_template.jinja"] = read_text(source.chat_template)
     generation = source.folder / "generation_config.json"

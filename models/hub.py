@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from infra.console import BadInput, user_error
 from infra.files import write_json
 from infra.random_numbers import round_at_random
 from infra.settings import find_path, read_text, refuse_unless
+from packing import PackedBatch, pack
 
 transformers.logging.set_verbosity(logging.CRITICAL)  # advice for its own users
 transformers.logging.disable_progress_bar()
@@ -42,9 +43,11 @@ REFUSED = re.compile(  # the fields with any value but null and false
     '|"rope_type": "(?!default|linear|llama3|yarn|longrope).+"'
 )
 # Files that an export takes over from its source. Those of the model are its config.json (transformers would write our
-# changes into it, and other versions may not read it), files of sampling and of image processors, and code that a
-# config may name.
-MODEL_FILES = re.compile(r"config.json|generation_config|(pre)?processor|.*\.py$")
+# changes into it, and other versions may not read it), the index of its weights, files of sampling and of image
+# processors, and code that a config may name.
+MODEL_FILES = re.compile(
+    r"config.json|model.safetensors.index|generation_config|(pre)?processor|.*\.py$"
+)
 TOKENIZER_FILES = re.compile(
     r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|.*\.py$"
 )
@@ -133,31 +136,22 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
     if not folder.is_dir():
         folder = _download(name, what, weights)
     base = base_name(folder)
-    is_adapter = (folder / "adapter_config.json").exists()
-    if is_adapter:
-        is_other = base and find_path(base).resolve() != folder.resolve()
-        refuse_unless(
-            is_other,
-            f"{what}: {name}/adapter_config.json: base_model_name_or_path: {base}: expected the folder or id of "
-            "the model that the adapter belongs to",
-        )
-    elif not base and not (folder / "config.json").exists():
+    if base:
+        if (folder / "adapter_config.json").exists():
+            what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
+        return Source(folder, find_model(base, what, weights))
+    if not (folder / "config.json").exists():
         raise BadInput(
-            f"{what}: {name}: a folder without config.json: no model of Hugging Face's form"
+            f"{what}: {name}: a folder without config.json, and no adapter that names its base"
         )
-    elif weights and not base:
-        # now, not after the records are read
+    if weights:  # now, not after the records are read
         if QUANTISED.search((folder / "config.json").read_text()):
             raise BadInput(
                 f"{what}: {name}: config.json has a quantization_config: the weights are quantised, and only weights "
                 "in 16 or 32 bits are read; name the same model in bfloat16 (--lora.quantize nf4 holds it in 4 bits)"
             )
         weight_files(folder)
-    if not base:
-        return Source(folder)
-    if is_adapter:
-        what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
-    return Source(folder, find_model(base, what, weights))
+    return Source(folder)
 
 
 def _download(name: str, what: str, weights: bool) -> Path:
@@ -182,16 +176,6 @@ def base_name(folder: Path) -> str | None:
     if (folder / "adapter_config.json").exists():
         return read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     return None
-
-
-def root_id(source: Source) -> str | None:
-    """The Hub id of the base of checkpoints and adapters; None if it was given as a folder."""
-    name = ""
-    while source.base:
-        name = base_name(source.folder)
-        source = source.base
-    is_path = Path(name).is_absolute() or find_path(name).exists()
-    return None if is_path else name
 
 
 def read_json(file: Path) -> dict:
@@ -363,18 +347,11 @@ def weight_files(folder: Path) -> list[Path]:
 def refuse_missing_weights(folder: Path, files: list[Path]) -> None:
     """Raise BadInput if one of these files of weights is missing in a folder."""
     names = [file.name for file in files if not file.exists()]
-    if not names:
-        return
-    reason = (
-        "either they were not downloaded (hf download, on a machine with a network), or there is another "
-        "format alone, which is not read"
+    refuse_unless(
+        not names,
+        f"{folder}: weights are missing: no {', '.join(names)[:200]}; hf download fetches them, and no other "
+        "format is read (save_pretrained of transformers and PEFT turns a .bin file into this one)",
     )
-    if any(folder.glob("*.bin")):
-        reason = (
-            "a .bin file is a pickle and is never read (transformers and PEFT load it, and their "
-            "save_pretrained writes the other)"
-        )
-    raise BadInput(f"{folder}: weights are missing: no {', '.join(names)[:200]}; {reason}")
 
 
 def read_whole(
@@ -383,14 +360,6 @@ def read_whole(
     """transformers' model of a Hugging Face folder, on the CPU, with its weights in `dtype`. Raises BadInput where
     weights are missing, unknown or of another shape: transformers would only log this."""
     auto = transformers.AutoModelForCausalLM
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BadInput(
-            f"{folder}: transformers has no causal language model of type {config.model_type}"
-        )
-    for file in weight_files(folder):
-        not_whole = f"{file}: downloaded only in part? (hf download or git lfs pull fetches all)"
-        with user_error(not_whole), safe_open(file, "pt"):
-            pass
     with user_error(None, folder):
         options = dict(attn_implementation="eager", dtype=dtype)
         options |= dict(use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True)
@@ -409,27 +378,21 @@ def read_whole(
 TOLERANCE = 1e-4
 
 
-def short_texts(
-    hf: transformers.PreTrainedModel,
-) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+def short_texts(hf: transformers.PreTrainedModel) -> PackedBatch:
     """Three prompts of random ids, with two completions each."""
     random = np.random.default_rng(0)
     n_vocab = hf.config.get_text_config().vocab_size
     texts = [random.integers(n_vocab, size=n) for n in (9, 4, 7, 1, 2, 1, 5, 6, 3)]
-    return texts[::3], list(zip(texts[1::3], texts[2::3]))
+    return pack(texts[::3], list(zip(texts[1::3], texts[2::3])))
 
 
 @torch.no_grad()
-def plain_logps(
-    hf: transformers.PreTrainedModel,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> Tensor:
+def plain_logps(hf: transformers.PreTrainedModel, batch: PackedBatch) -> Tensor:
     """transformers' log-probs of the completions' tokens (T,)."""
     texts = []  # prompt and completion
     starts = []  # of the completions
-    for prompt, pair in zip(prompts, completions):
-        for completion in pair:
+    for prompt, completions in batch.ids:
+        for completion in completions:
             texts.append(torch.tensor(np.concatenate([prompt, completion])))
             starts.append(len(prompt))
     # no token sees the padding, which stands behind all of them

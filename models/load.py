@@ -6,11 +6,9 @@ is refused. Before that, the adapters of a PEFT folder are merged into transform
 and compared in the same way. The texts are random ids: this sees no fault of a tokenizer or chat template."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import litgpt
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ from models.lora import (
     merge_adapters,
     take_out_adapters,
 )
-from packing import pack
+from packing import PackedBatch, pack
 from sampler import KVCache
 
 
@@ -72,20 +70,22 @@ def _load_plain(source: Source, dtype: torch.dtype) -> Packed:
     hf = _read_adapted(source, dtype)
     blocks = hf.config.blocks
     with user_error(f"model: {source.root}: {hf.config.model_type}"):
-        prompts, completions = short_texts(hf)
-        expected_T = plain_logps(hf, prompts, completions)
-        gpt = litgpt_model(hf)
-        if gpt is not None:
+        batch = short_texts(hf)
+        expected_T = plain_logps(hf, batch)
+        gpt = model_of(hf)
+        if isinstance(gpt, GPT):
             share_weights(gpt, hf)
-        else:
-            gpt = model_of_transformers(hf)
         if not _has_own_blocks(gpt, blocks):
-            _compare(gpt, prompts, completions, expected_T)
+            _compare(gpt, batch, expected_T)
     return gpt
 
 
-def model_of_transformers(hf: transformers.PreTrainedModel) -> Packed:
-    """transformers' own class, for a type that GPT does not compute."""
+def model_of(hf: transformers.PreTrainedModel) -> Packed:
+    """A GPT of the shape of transformers' model, on the meta device; for a type that GPT does not compute transformers'
+    model with our attention."""
+    gpt = litgpt_model(hf)
+    if gpt is not None:
+        return gpt
     from models.other import TransformersGPT
 
     return TransformersGPT(hf)
@@ -145,21 +145,16 @@ def _read_adapted(source: Source, dtype: torch.dtype) -> transformers.PreTrained
 
 
 @torch.no_grad()
-def _compare(
-    gpt: Packed,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[tuple[np.ndarray, np.ndarray]],
-    expected_T: Tensor,
-) -> None:
+def _compare(gpt: Packed, batch: PackedBatch, expected_T: Tensor) -> None:
     """Raise ValueError unless the model computes these log-probs in three ways: with completions that share
     a prompt, with the prompts of an earlier forward, and token by token with a KVCache."""
-    batch = pack(prompts, completions)
     expected_BKL = batch.tokens_of_completions(expected_T)
     scores = gpt(batch, keeps_prompts=True, by_token=True)
     shared = scores.logps
     cached = gpt(batch, scores.prompts, by_token=True).logps
 
     # sampling: the second tokens of the first completions, after the first ones
+    prompts, completions = zip(*batch.ids)
     first_B, second_B = torch.tensor([pair[0][:2].tolist() for pair in completions]).T
     sizes = list(map(len, prompts))
     kv_cache = KVCache(pack(prompts, [(pair[0][:1],) for pair in completions]), max(sizes) + 1)

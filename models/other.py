@@ -51,13 +51,6 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def replace_attention(hf: transformers.PreTrainedModel) -> None:
-    """Let all layers of transformers' model call our attention, that of FORWARD."""
-    transformers.AttentionInterface.register(ATTENTION, _attend)
-    transformers.AttentionMaskInterface.register(ATTENTION, _window_as_mask)
-    hf.set_attn_implementation(ATTENTION)
-
-
 class TransformersGPT(Packed):
     """transformers' decoder and head with our attention. Other parts of transformers' model, such as a
     vision tower, stay out."""
@@ -65,7 +58,10 @@ class TransformersGPT(Packed):
     def __init__(self, hf: transformers.PreTrainedModel):
         super().__init__()
         self.objective_module = None
-        replace_attention(hf)
+        # transformers' layers call our attention, that of FORWARD
+        transformers.AttentionInterface.register(ATTENTION, _attend)
+        transformers.AttentionMaskInterface.register(ATTENTION, _window_as_mask)
+        hf.set_attn_implementation(ATTENTION)
         c = hf.config.get_text_config()
         self.config = litgpt.Config(**litgpt_sizes(c))
         self.max_seq_length = self.config.block_size

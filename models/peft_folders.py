@@ -66,8 +66,8 @@ def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers
         lost += keys.unexpected_keys + keys.missing_keys
         if lost:
             raise BadInput(f"{folder}: its base has no place for {', '.join(lost)[:200]}")
-        texts = short_texts(hf)
-        expected_T = plain_logps(model.eval(), *texts)
+        batch = short_texts(hf)
+        expected_T = plain_logps(model.eval(), batch)
         hf = model.merge_and_unload()
     if is_tied:
         head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
@@ -78,5 +78,5 @@ def merge_peft(hf: transformers.PreTrainedModel, source: Source) -> transformers
             )
         head.weight = embedding.weight
     has_experts = any(p.dim() > 2 for p in hf.get_decoder().parameters())
-    check_logps("merged", plain_logps(hf, *texts), expected_T, "PEFT's own", has_experts)
+    check_logps("merged", plain_logps(hf, batch), expected_T, "PEFT's own", has_experts)
     return hf

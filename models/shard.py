@@ -14,7 +14,7 @@ from infra.devices import set_weights
 from infra.settings import Lora
 from model import Packed
 from models.hub import Source, read_config
-from models.load import freeze, litgpt_model, model_of_transformers
+from models.load import freeze, model_of
 from models.lora import add_adapters
 
 
@@ -40,7 +40,7 @@ def shard_over_ranks(
     auto = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         hf = auto.from_config(config, attn_implementation="eager", dtype=dtype)
-        shell = litgpt_model(hf) or model_of_transformers(hf)
+        shell = model_of(hf)
     add_adapters(shell, lora)
     shell.objective_module = objective_module
     if lora is None:

@@ -223,7 +223,7 @@ def test_each_weight_keeps_the_type_of_its_file_and_what_is_frozen_its_bits(llam
     changed = [n for n, x in found.items() if not torch.equal(x, weights[n])]
     assert changed and all("q_proj" in n for n in changed)
     written = json.loads((final / "config.json").read_text())
-    assert written == config | {"dtype": "float32"}, "the type that has the numbers of all"
+    assert written == config | {"dtype": "bfloat16"}, "the type of most weights"
     load_transformers(final)
 
 
@@ -274,11 +274,10 @@ def test_an_adapter_of_gpt2_has_one_scale_and_one_rank(tiny, ratings, tmp_path):
     assert not config.get("rank_pattern") and not config.get("alpha_pattern")
 
 
-def test_an_adapter_whose_base_is_missing_or_itself_is_refused_with_its_setting(lora, tmp_path):
-    for i, base in enumerate((None, "", str(tmp_path / "peft2"))):
+def test_an_adapter_that_names_no_base_is_refused(lora, tmp_path):
+    for i, base in enumerate((None, "")):
         folder = peft_folder(lora, tmp_path / f"peft{i}", base_model_name_or_path=base)
-        match = "adapter_config.json: base_model_name_or_path: .*: expected the folder"
-        refused(match, our_logits, folder)
+        refused(f"{folder}: .* no adapter that names its base", our_logits, folder)
 
 
 def test_an_export_has_the_template_of_its_run_wherever_a_program_looks(llama, ratings, tmp_path):
@@ -309,13 +308,12 @@ def test_a_card_names_its_model_by_its_id_and_no_folder_of_this_machine(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(base))
     train("org/base", ratings, run, *STEPS, *LORA, "--max_steps=1")
     for folder, base_model in ((run, "org/base"), (lora, None)):
-        for name, library in (("final", "transformers"), ("final_adapter", "peft")):
-            card = huggingface_hub.ModelCard.load(folder / name / "README.md")
-            data = card.data
-            assert data.base_model == base_model
-            assert data.library_name == library and f"  train: {ratings.name}\n" in card.text
-            for path in (tmp_path, llama, ratings):
-                assert str(path.parent) not in card.content
+        card = huggingface_hub.ModelCard.load(folder / "final" / "README.md")
+        assert card.data.base_model == base_model
+        assert card.data.library_name == "transformers"
+        assert f"  train: {ratings.name}\n" in card.text
+        for path in (tmp_path, llama, ratings):
+            assert str(path.parent) not in card.content
 
 
 def test_others_may_read_an_export(lora):

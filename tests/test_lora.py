@@ -253,7 +253,7 @@ REFUSED = [
     ("config.json: megatron_config: .* is not", dict(megatron_config=dict(a=1)), {}),
     ("config.json: layer_replication: .* is not", dict(layer_replication=[[0, 1]]), {}),
     ("no place for .*q_proj.lora_A", dict(target_modules=["k_proj"]), {}),
-    ("weights are missing: no adapter_model.safetensors; .*pickle", make_pickle, {}),
+    ("weights are missing: no adapter_model.safetensors; .*no other format", make_pickle, {}),
     ("size mismatch .*520, 48.*512, 48", {}, dict(vocabulary=520)),
 ]
 
