@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from convert.paths import Column, nearest
+from convert.paths import Column
 from convert.values import Labels, Skipped, is_there, named, pairs_of, values_of
 from infra.console import BadInput
 from infra.settings import split_commas
@@ -20,13 +20,8 @@ TEXTS = (*PROMPTS, *ANSWERS)
 REWARDS = ("chosen_reward", "rejected_reward")
 # fields besides a prompt and its answers, in any form of record
 BESIDE = ("system", "tools", "chat_template_kwargs", "date", "cut", "spans", "weight", *REWARDS)
-# names that --columns may give, besides the fields of our records
-FOREIGN = ("a", "b", "verdict", "turn", "prefix")
-FOREIGN += ("rated", "rating_id", "id", "parent", "children", "role", "content")
 # which columns a column needs
 TOGETHER = {
-    "a": ("b", "verdict"),
-    "b": ("a", "verdict"),
     "verdict": ("a", "b"),
     "rated": ("messages", "label"),
     "id": ("label",),
@@ -114,26 +109,14 @@ class Layout:
         self._sort_fields()
 
     def _refuse(self) -> None:
-        """Raise BadInput for columns that are unknown, or for settings that do not go together."""
+        """Raise BadInput for settings that do not go together."""
         columns = self.columns
-        names = [*FOREIGN, *TEXTS, "label", *BESIDE, *ALIASES, *self.extra]
         for name in columns:
-            if name not in names:
-                raise BadInput(
-                    f"--columns: {name}: no field of ours; there is {nearest(name, names)}"
-                )
             for other in TOGETHER.get(name, ()):
                 if other not in columns:
                     raise BadInput(f"--columns: {name}: it needs {other}, too")
-        if "prefix" in columns and not columns.keys() & {"a", *ANSWERS}:
-            raise BadInput("--columns: prefix: it needs the columns of the answers, too")
         if self.marks and not columns.keys() & set(TEXTS):
             raise BadInput("--turns: which fields have the marks? --columns prompt=prompt,...")
-        for column, _, _ in self.where:
-            if column.inner and (self.is_tree or not self.rates_messages):
-                raise BadInput(
-                    f"--where: {column.text}: a leading dot means messages, and none are rated here"
-                )
         ratings = columns.get("verdict", columns.get("label"))
         # of a field that only has another name, the values may be those of our own labels
         may_be_ours = ratings is None or ("verdict" not in columns and ratings.is_name)

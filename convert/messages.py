@@ -181,7 +181,7 @@ def join_lists(name: str, prompts: object, answers: list[str]) -> list[dict]:
         raise BadInput(f"{name}: expected a list of {len(answers)} texts, as many as answers")
     messages = []
     for prompt, answer in zip(prompts, answers):
-        messages += [{"role": "user", "content": prompt}, as_answer(answer)]
+        messages += [*as_turns(prompt), as_answer(answer)]
     return messages
 
 

@@ -6,6 +6,7 @@ Without --form and --columns it says which form fits. Without --out it shows thr
 import os
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -56,8 +57,8 @@ def settings_of(words: list[str]) -> Conversion:
 
 def form_file(name: str) -> str:
     """The file of a form: its name in convert/forms, or a file."""
-    file = find_path(name) if name.endswith((".yaml", ".yml")) else FORMS / f"{name}.yaml"
-    return str(file)
+    file = FORMS / f"{name}.yaml"
+    return str(file if file.exists() else find_path(name))
 
 
 def write(lines: Iterable[str], settings: Conversion, counts: Counter) -> None:
@@ -69,8 +70,8 @@ def write(lines: Iterable[str], settings: Conversion, counts: Counter) -> None:
             for line in lines:
                 file.write(line + "\n")
             if not file.tell():
-                dropped = [f"; {n:,} {what}" for what, n in counts.items() if what != "read"]
-                raise BadInput(f"{settings.file}: no records{''.join(dropped)}")
+                print_table(settings, counts)
+                raise BadInput(f"{settings.file}: no records to write")
         os.replace(unfinished, out)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -109,20 +110,9 @@ def fitting_form(settings: Conversion, sample: list) -> str | None:
         is_for_pairs = file.stem.endswith("_pairs")
         if is_for_pairs and settings.kind != "paired":
             continue
-        n_records, fault = try_settings(replace(settings, **form), sample)
-        if n_records and not fault:
-            ranks[file.stem] = (is_for_pairs, len(split_commas(form["columns"])))
+        reader = Reader(replace(settings, **form), Counter())
+        with suppress(BadInput):
+            is_fit = any(list(reader.read([sample])))
+            if is_fit and reader.layout.was_marked == bool(reader.layout.marks):
+                ranks[file.stem] = (is_for_pairs, len(split_commas(form["columns"])))
     return max(ranks, key=ranks.get, default=None)
-
-
-def try_settings(settings: Conversion, sample: list) -> tuple[int, str]:
-    """The number of records of ours that the settings make of a sample; and a fault, if there is one."""
-    n_records = 0
-    try:
-        reader = Reader(settings, Counter())
-        for _ in reader.read([sample]):
-            n_records += 1
-    except BadInput as e:
-        return n_records, str(e).splitlines()[0]
-    has_marks = reader.layout.was_marked or not reader.layout.marks
-    return n_records, "" if has_marks else "no text has the marks of --turns"

@@ -45,6 +45,7 @@ class Reader:
         """Our records of those of several files, as lines of JSON. Raises BadInput at the end, with the first twenty
         bad records."""
         layout = self.layout
+        understood = None
         for answers in self._answers(files):
             for where, record in self._written(answers):
                 try:
@@ -57,8 +58,8 @@ class Reader:
                 is_pair = len(understood.completions) == 2
                 self.counts["pairs" if is_pair else KINDS[understood.label]] += 1
                 yield line
-        line = self.path_that_finds_nothing()
-        refuse([line] if line else self.faults)
+        self._refuse_lost_paths(has_written=understood is not None)
+        refuse(self.faults)
 
     # ---- one record ------------------------------------------------------------------------------
 
@@ -146,26 +147,23 @@ class Reader:
 
     # ---- paths that find nothing -----------------------------------------------------------------
 
-    def path_that_finds_nothing(self) -> str:
-        """A message about a path that found nothing in any record, such as one with a typo, or an empty text. If the
-        path may find nothing, this is counted."""
+    def _refuse_lost_paths(self, has_written: bool) -> None:
+        """Raise BadInput for a path that finds nothing in any record, such as one with a typo, and for one that the
+        other settings do not need, such as that of an unknown field. If the path may find nothing, this is counted."""
         layout = self.layout
-        lost = []
-        for column, sign, wanted in layout.where:
-            if sign == "=" and "null" not in wanted.texts:
-                lost.append(("--where: ", column))
+        lost = [("--where: ", column) for column, _, _ in layout.where if not column.was_asked]
         for name, column in layout.columns.items():
             if name not in (*OPTIONAL, *layout.extra):
                 lost.append((f"--columns: {name}=", column))
-            elif column.was_asked and not column.was_found:
+            elif not column.was_found:
                 self.counts[f"without {name}={column.text}"] = self.counts["read"]
         if layout.marks and not layout.was_marked:
             self.counts["without a mark of --turns"] = self.counts["read"]
         for setting, column in lost:
-            if column.was_asked and not column.was_found:
+            if not column.was_found and (column.was_asked or has_written):
+                verb = "found" if column.was_asked else "needed"
                 near = nearest(column.text, [path for path, _ in paths_in(self.sample)])
-                return f"{setting}{column.text}: found in no record; there is {near}"
-        return ""
+                raise BadInput(f"{setting}{column.text}: {verb} in no record; there is {near}")
 
 
 def key_of(fields: dict) -> str:

@@ -183,7 +183,7 @@ def test_without_out_three_records_are_shown_in_the_form_that_fits(tmp_path, cap
     assert ": 8 records; would be written: 4 up, 2 down\n  1 dropped: not rated\n" in said
     with pytest.raises(BadInput, match="label: missing"):
         main([source, "--out=x.jsonl"])
-    with pytest.raises(BadInput, match="openwebu.yaml: No such file"):
+    with pytest.raises(BadInput, match="openwebu: No such file"):
         main([source, "--form=openwebu"])
     own = tmp_path / "mine.yaml"
     own.write_text((FORMS / "openwebui.yaml").read_text())
