@@ -21,7 +21,6 @@ from infra.settings import (
     RunSettings,
     Sampling,
     find_path,
-    refuse,
     refuse_unless,
     split_commas,
 )
@@ -141,17 +140,15 @@ def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> No
 def check_sampling(cfg: RunSettings, mismatched_pairs: bool) -> None:
     """Refuse answers that could not be scored after hours of sampling: a mismatched pair may have the longest prompt
     and the longest answer. mismatched_pairs: whether there are any. Raises BadInput."""
-    faults = []
-    # the groups of settings that say how answers are sampled: eval, and online or spin
-    samplers = {name: args for name, args in vars(cfg).items() if isinstance(args, Sampling)}
     longest = cfg.data.max_completion
-    for name, args in samplers.items():
-        if name != "eval" and mismatched_pairs and (args.max_new_tokens or 0) > longest:
-            faults.append(
+    for name, args in vars(cfg).items():
+        # online or spin: eval's answers do not become completions
+        if isinstance(args, Sampling) and name != "eval" and mismatched_pairs:
+            refuse_unless(
+                (args.max_new_tokens or 0) <= longest,
                 f"{name}.max_new_tokens: {args.max_new_tokens}: more than data.max_completion, {longest}, and "
-                "these answers become completions"
+                "these answers become completions",
             )
-    refuse(faults)
 
 
 def check_new_reference(cfg: RunSettings, has_reference: bool, share: float) -> None:
@@ -162,22 +159,11 @@ def check_new_reference(cfg: RunSettings, has_reference: bool, share: float) -> 
         raise BadInput(
             "reference_cache: it has the log-probs of a reference that stays, and this one moves"
         )
-    if not cfg.lora.rank or cfg.reference:
-        return
-    advice = "give --reference, too, the model itself"
-    refuse_unless(
-        share == 1,
-        f"lora.rank: the reference is the model without adapters, which cannot move by a share: {advice}",
-    )
-    check_merging(cfg, instead=f"; or {advice}")
-
-
-def check_merging(cfg: RunSettings, instead: str = "") -> None:
-    """Refuse a moving reference that adapters are merged into, if it could not hold them. instead: other advice."""
-    if cfg.lora.quantize:
-        raise BadInput(
-            "lora.quantize: adapters are merged into the base, which is their reference, and a quantised base "
-            f"cannot take them{instead}"
+    if cfg.lora.rank and not cfg.reference:
+        refuse_unless(
+            share == 1 and not cfg.lora.quantize,
+            "new_reference: adapters are merged into the base, which is their reference: not by a share, and not into "
+            "4 bits; give --reference, too, the model itself",
         )
 
 
@@ -324,14 +310,9 @@ def check_same(logps: list[Tensor], ref_logps: list[Tensor], step_number: int) -
     r = [policy - reference for policy, reference in zip(logps, ref_logps)]
     largest = torch.cat(r, dim=1).abs().max().item()
     if largest != 0:
-        advice = ""
-        if logps[0].is_cuda:
-            advice = (
-                "; some mixtures of experts need --deterministic true on a GPU (docs/families.md)"
-            )
         raise Failed(
             f"step {step_number}: policy and reference differ by {largest:.3g} nats: the reference is not the model "
-            f"that the run starts from, or gives no finite log-probs{advice}"
+            f"that the run starts from, or gives no finite log-probs (docs/families.md)"
         )
 
 

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from jsonargparse.typing import PositiveInt
 
-from checks import check_merging
 from data import Step
 from infra.console import BadInput, Failed, advance, progress, say, user_code
 from infra.devices import all_reduce, on_rank_0
@@ -75,7 +74,11 @@ def validate_iterations(cfg: RunSettings, moving_reference: bool) -> None:
         return
     if cfg.reference:
         raise BadInput("reference: it is the policy as an iteration begins")
-    check_merging(cfg)
+    refuse_unless(
+        not cfg.lora.quantize,
+        "lora.quantize: adapters are merged into the base, which is their reference, and a quantised base cannot "
+        "take them",
+    )
 
 
 def iterations(run: "Run", sizes: list[int], moving_reference: bool) -> Iterator[tuple[int, Plan]]:

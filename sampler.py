@@ -29,8 +29,6 @@ from models.lora import merge_for_sampling
 from packing import PackedBatch, pack
 from records.tokenizer import Tokenizer
 
-# Answers are searched for stop texts at every so many tokens: at each one a GPU would wait for the search.
-SEARCH_INTERVAL = 4
 CPU_MEMORY = 64e9  # bytes; keys and values may have an eighth of them
 
 # ---- one token ----------------------------------------------------------------------------------
@@ -189,10 +187,6 @@ def sample_batch(
             positions = [len(prompts[i]) + y for i in number_of_row]
             position_B = to_device(torch.tensor(positions), device)
             cache.at(to_device(token_B, device), position_B, max(positions))
-    for ids in answers:
-        # the tokens that were sampled after the stop text, before it was searched for
-        while len(ids) > 1 and has_stop_text(tokenizer, ids[:-1], args.stop):
-            ids.pop()
     return answers
 
 
@@ -200,15 +194,11 @@ def has_ended(ids: list[int], limit: int, tokenizer: Tokenizer, stop: Sequence[s
     """Whether an answer has ended after its last token: by EOS, at its limit of tokens, or by a stop text."""
     if ids[-1] in tokenizer.stops or len(ids) >= limit:
         return True
-    is_searched = len(ids) % SEARCH_INTERVAL == 0
-    return is_searched and has_stop_text(tokenizer, ids, stop)
-
-
-def has_stop_text(tokenizer: Tokenizer, ids: list[int], stop: Sequence[str]) -> bool:
-    """Whether one of the stop texts, which may be special tokens, is in the text of these ids."""
     if not stop:
         return False
-    text = tokenizer.decode(ids, special_tokens=True)
+    # Each token has at least a byte. One token more, because a tokenizer may strip the first blank.
+    n_bytes = max(len(stop_text.encode()) for stop_text in stop)
+    text = tokenizer.decode(ids[-n_bytes - 1 :], special_tokens=True)
     return any(stop_text in text for stop_text in stop)
 
 
