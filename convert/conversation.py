@@ -35,9 +35,7 @@ class Node(NamedTuple):
 
 def rated_messages(layout: Layout, where: str, raw: dict) -> Iterator[Judged]:
     """The answers of the assistant in a conversation, which is a record. Raises Skipped, BadInput."""
-    messages = layout.columns["messages"].one(raw)
-    if isinstance(messages, str):
-        messages = opened(messages)
+    messages = opened(layout.columns["messages"].one(raw))
     nodes = nodes_of(layout, [(where, message) for message in elements(messages)])
     if not nodes:
         raise Skipped("without messages")

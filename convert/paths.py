@@ -1,12 +1,11 @@
 """The path of a field of a foreign record, such as `choices.0.text` or `answers.*.score`.
 
-Reading order: find (a path in a record); Column (a path of --columns); paths_in and nearest (for messages).
+Reading order: find (a path in a record); Column (a path of --columns); paths_in (for messages).
 """
 
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 
 from convert.values import is_there, values_of
 from infra.console import BadInput
@@ -22,7 +21,7 @@ def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
     if not steps or value is None:
         return [(index, value)]
     step = steps[0]
-    if isinstance(value, str) and not step.startswith("*;"):
+    if not step.startswith("*;"):
         value = opened(value)
     if isinstance(value, dict):
         for n in range(len(steps), 0, -1):  # a field whose name has dots comes first
@@ -40,9 +39,9 @@ def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
     return [found for place, element in inner for found in find(element, steps[1:], place)]
 
 
-def opened(text: str) -> object:
-    """The object or list in a text of JSON, or the text itself. Raises BadInput for torn JSON."""
-    if text.lstrip()[:1] in ("{", "["):
+def opened(text: object) -> object:
+    """The object or list in a text of JSON, or the value itself. Raises BadInput for torn JSON."""
+    if isinstance(text, str) and text.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(text)
         except ValueError as e:
@@ -131,20 +130,14 @@ class Column:
         return {self.text} | {steps[0] for part in self.parts for steps in part if steps}
 
 
-def paths_in(value: object, before: str = "") -> Iterator[tuple[str, object]]:
-    """All paths that a value has, and what lies there, for a message."""
+def paths_in(value: object, before: str = "") -> Iterator[str]:
+    """All paths that a value has, for a message."""
     with suppress(BadInput):
-        value = opened(value) if isinstance(value, str) else value
+        value = opened(value)
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield before + name, inner
+            yield before + name
             yield from paths_in(inner, f"{before}{name}.")
     elif isinstance(value, list):
         for element in value[:5]:
             yield from paths_in(element, f"{before}*.")
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """The existing names that look most like this one, for a message."""
-    names = list(dict.fromkeys(names))
-    return ", ".join(get_close_matches(name, names, 4, 0.5) or names[:4])

@@ -6,12 +6,13 @@ Reading order: Reader.read, the whole way of all files; one record; ratings or p
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from itertools import chain
 
 from convert.answers import Judged, judged_answers
 from convert.conversation import nodes_of, rated_messages, rated_nodes
 from convert.layout import REWARDS, Conversion, Layout
-from convert.paths import nearest, paths_in
+from convert.paths import paths_in
 from convert.values import Skipped
 from infra.console import BadInput
 from infra.settings import refuse
@@ -98,9 +99,8 @@ class Reader:
         return judged_answers(layout, where, raw)
 
     def _drop(self, reason: str) -> None:
-        """Count a dropped answer. A reason that begins with `by ` names the setting that says so."""
-        colon = "" if reason.startswith("by ") else ":"
-        self.counts[f"dropped{colon} {reason}"] += 1
+        """Count a dropped answer."""
+        self.counts[f"dropped: {reason}"] += 1
 
     # ---- ratings or pairs ------------------------------------------------------------------------
 
@@ -162,7 +162,8 @@ class Reader:
         for setting, column in lost:
             if not column.was_found and (column.was_asked or has_written):
                 verb = "found" if column.was_asked else "needed"
-                near = nearest(column.text, [path for path, _ in paths_in(self.sample)])
+                paths = list(dict.fromkeys(paths_in(self.sample)))
+                near = ", ".join(get_close_matches(column.text, paths, 4, 0.5) or paths[:4])
                 raise BadInput(f"{setting}{column.text}: {verb} in no record; there is {near}")
 
 
