@@ -42,9 +42,9 @@ LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
 # Fields of an answer. A record that is read only for its prompt loses them.
 OF_ANSWERS = "messages completion chosen rejected label chosen_reward rejected_reward spans".split()
-# The model, its settings (in older files of answers) and the user's next message. generate.py and `python -m convert`
+# The model and the user's next message. generate.py and `python -m convert`
 # write these fields. They are no part of an example. The source is also no part, if it is a place in a file.
-ORIGIN = ("generator", "settings", "next")
+ORIGIN = ("generator", "next")
 # The roles that chat templates know, and the names that ShareGPT, LangChain and Gemini have for them.
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
 ROLES |= {"human": "user", "observation": "tool"}
@@ -102,7 +102,8 @@ def understand_record(
     if not isinstance(record, dict):
         raise BadInput(f"record: expected an object, got {record!r:.50}")
     if not is_whole and "\\ud" in repr(record):  # so Python prints half of a character
-        refuse_half_characters(record)
+        with user_error("record: no UTF-8, or half of a character"):
+            ENCODER.encode(record).encode()
     try:
         return _understand_fields(record, kind, extra)
     except Missing as e:
@@ -298,21 +299,6 @@ def parse_json(text: str | bytes) -> object:
 def is_place(source: object) -> bool:
     """Whether a record's source is a place in the file that it was converted from: feedback.json:12."""
     return bool(PLACE.search(str(source)))
-
-
-def refuse_half_characters(record: dict) -> None:
-    """Raise BadInput if a text has half of a surrogate pair. JSON can hold it, and tools that count
-    in UTF-16 write it where they cut a text in the middle of an emoji. A byte of a csv file that is no UTF-8 is read as
-    such a half."""
-    for name, value in record.items():
-        for field, text in (("record", name), (name, ENCODER.encode(value))):
-            try:
-                text.encode()
-            except UnicodeEncodeError as e:
-                before = text[max(0, e.start - 20) : e.start]
-                raise BadInput(
-                    f"{field}: {text[e.start]!r} is half of a character, or no UTF-8, after {before!r}"
-                ) from None
 
 
 def _prompt(fields: dict) -> Turns:

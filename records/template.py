@@ -188,16 +188,9 @@ def text_behind(prompt: str, dialogue: str) -> str:
         return dialogue.removeprefix(prompt)
     n = len(commonprefix((prompt, dialogue)))
     more = prompt[n:]
-    advice = ""
-    if ("think>" in more and "</think>" not in more) or dialogue[n:].startswith("</think>"):
-        advice = (
-            "; the prompt opens a thinking that the dialogue does not have: data.chat_template_kwargs, such as "
-            "enable_thinking=false, or another data.chat_template may mend it; if the completion is what the model "
-            "wrote behind this prompt, give the record cut: false"
-        )
     raise BadInput(
         "chat template: the rendered dialogue does not begin with the rendered prompt: "
-        f"{dialogue[n:]!r:.50} instead of {more!r:.50}{advice}"
+        f"{dialogue[n:]!r:.50} instead of {more!r:.50} (docs/data.md)"
     )
 
 

@@ -148,14 +148,9 @@ class Tokenizer:
         is_sampled = self.chat.first is not None and self.chat.first.cut is not None
         if not lead.strip() or is_sampled:  # sampled answers are learned as they are
             return
-        advice = ""
-        if "think" in lead:
-            advice = (
-                "; data.chat_template_kwargs may move it into the prompt: enable_thinking=false"
-            )
         say(
             f"the chat template writes {lead!r} before an answer's own text, and it is learned as a "
-            f"part of the answer{advice}"
+            "part of the answer (docs/data.md)"
         )
 
     def generation_config(self, n_embeddings: int) -> str:

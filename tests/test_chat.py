@@ -162,7 +162,6 @@ def test_what_the_template_writes_before_an_answer_is_said_and_may_be_moved_into
     lead = "<think>\n\n</think>\n\n"
     said = shown(source, "--model", folder)
     assert f"the chat template writes {lead!r} before an answer's own text" in said
-    assert "data.chat_template_kwargs may move it into the prompt: enable_thinking=false" in said
     assert repr(lead + "4<|im_end|>\n") in said
     off = shown(source, "--model", folder, "--chat_template_kwargs", "enable_thinking=false")
     assert "before an answer" not in off and "'4<|im_end|>\\n'" in off
@@ -188,16 +187,16 @@ def test_a_chat_template_gets_truth_values_and_numbers_as_such_and_all_else_as_t
     assert value == expected and type(value) is type(expected)
 
 
-def test_where_only_the_prompt_opens_a_thinking_a_line_says_what_may_be_done(real, ids):
+def test_where_only_the_prompt_opens_a_thinking_a_sampled_answer_can_be_learned(real, ids):
     """Thumbs of a product have answers alone; R1's and QwQ's templates open a thinking before them."""
     t = Tokenizer(Source(real("r1-distill")))
-    match = "instead of '<think>.n'; the prompt opens a thinking.*data"
+    match = "instead of '<think>.n' .docs/data.md.$"
     refused(match, ids, {"prompt": [user("2 + 2?")], "completion": [bot("4")]}, t)
     sampled = {"prompt": [user("2 + 2?")], "completion": [bot("Hm</think>4")], "cut": False}
     head, behind = (t.decode(x, special_tokens=True) for x in ids(sampled, t))
     assert head.endswith("<think>\n") and behind == "Hm</think>4" + tokens.EOS_SEEK
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    with pytest.raises(BadInput, match="instead of '[^']*'$"):
+    with pytest.raises(BadInput, match="instead of '[^']*' .docs/data.md.$"):
         record = {"prompt": [user("p")], "completion": [bot(THOUGHT)], **off}
         ids(record, Tokenizer(Source(real("qwen3"))))
 

@@ -134,16 +134,16 @@ HALF = "x \ud83c"  # of a pair of two: an emoji that was cut in two
 
 
 @pytest.mark.parametrize(
-    "record, field",
+    "record",
     [
-        (rated("p", HALF), "completion"),
-        (rated(tools=[{"name": "f", "description": HALF}]), "tools"),
-        (rated(**{HALF: 1}), "record"),
+        rated("p", HALF),
+        rated(tools=[{"name": "f", "description": HALF}]),
+        rated(**{HALF: 1}),
     ],
 )
-def test_half_of_a_character_is_refused_with_its_line_and_field(tmp_path, record, field):
+def test_half_of_a_character_is_refused_with_its_line(tmp_path, record):
     source = write(tmp_path / "d.jsonl", rated(), record)
-    said = rf"^{source}:2: {field}: '\\ud83c' is half of a character"
+    said = rf"^{source}:2: record: no UTF-8, or half of a character: .*'\\ud83c'"
     refused(said, load, source, chat())
 
 
@@ -367,12 +367,11 @@ def test_a_line_of_an_error_names_the_source_of_a_converted_record(tmp_path):
 def test_the_table_counts_what_may_be_a_mistake(tmp_path):
     mark = "<|im_end|>"
     dialogue = rated([user(f"what is {mark}, {mark}?")], [bot("an end")])
-    texts = [("p", " "), ("p", "c"), ("p\r\nq", "c"), ("p", "c\r\n")]
+    texts = [("p", " "), ("p", "c")]
     records = [dialogue, *(rated([user(p)], [bot(c)]) for p, c in texts)]
     _, counts = load(write(tmp_path / "d.jsonl", *records), chat())
     found = {what: n for what, n in counts.items() if n and what.startswith("with ")}
-    signs = {f"with {mark!r} in a text": 1, "with line ends of Windows in a text": 2}
-    assert found == signs | {"with an empty completion": 1}
+    assert found == {f"with {mark!r} in a text": 1, "with an empty completion": 1}
 
 
 def test_the_table_counts_what_was_read(tmp_path):

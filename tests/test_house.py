@@ -112,7 +112,7 @@ BUDGETS = {
     "trainer.py": 2_720,  # the reference names the tokens of Objective.top_k
     "infra/": 13_080,  # signs of a sick run (health.py); empty texts; a closed terminal; the group of a setting
     "models/": 9_190,
-    "records/": 11_500,  # data.split refuses negative shares; the label of a marked part is read once
+    "records/": 11_365,  # the label of a marked part is read once
     "convert/": 8_750,
     "rate/": 2_115,
     "tests/": 94_020,  # log-probs of likeliest tokens, stop texts, 8-bit AdamW; answers that rounding changes
