@@ -41,8 +41,7 @@ from models.lora import Adapters
 def is_rounded(source: Source, cfg: RunSettings) -> bool:
     """Whether an export rounds weights of a run: trained weights have at least float32, and the model's files may have
     a narrower type. A run in 64-true writes float64."""
-    types = stored_types(source.root).values()
-    is_narrow = any(torch.promote_types(dtype, torch.float32) != dtype for dtype in types)
+    is_narrow = any(dtype.itemsize < 4 for dtype in stored_types(source.root).values())
     return is_narrow and cfg.precision != "64-true"
 
 

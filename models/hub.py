@@ -135,10 +135,13 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
             )
     if not folder.is_dir():
         folder = _download(name, what, weights)
-    base = base_name(folder)
+    base = None  # the model that a checkpoint or an adapter belongs to, as it was given
+    if (folder / "state.json").exists():
+        base = read_settings(folder)["model"]
+    elif (folder / "adapter_config.json").exists():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
     if base:
-        if (folder / "adapter_config.json").exists():
-            what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
         return Source(folder, find_model(base, what, weights))
     if not (folder / "config.json").exists():
         raise BadInput(
@@ -167,15 +170,6 @@ def _download(name: str, what: str, weights: bool) -> Path:
     ):
         download = huggingface_hub.snapshot_download
         return Path(download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-
-
-def base_name(folder: Path) -> str | None:
-    """The folder or id, as it was given, of the model that a checkpoint or an adapter belongs to; None for a model."""
-    if (folder / "state.json").exists():
-        return read_settings(folder)["model"]
-    if (folder / "adapter_config.json").exists():
-        return read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-    return None
 
 
 def read_json(file: Path) -> dict:

@@ -12,16 +12,15 @@ def quantize_base(model: nn.Module, device: torch.device | str) -> None:
     """QLoRA (arXiv 2305.14314): replace the frozen linear layers of all blocks by bitsandbytes'
     layers of 4 bits (nf4), on `device`. Adapters, biases and everything outside the blocks
     stay as they are. Raises BadInput, also if a block has a matrix outside of its linear layers."""
-    linears = {m.weight for m in model.blocks.modules() if type(m) is nn.Linear}
+    linears = {name: m for name, m in model.blocks.named_modules() if type(m) is nn.Linear}
+    weights = {m.weight for m in linears.values()}
     for name, p in model.blocks.named_parameters():
-        if p.dim() > 1 and p not in linears and "lora_" not in name:
+        if p.dim() > 1 and p not in weights and "lora_" not in name:
             raise BadInput(
                 "lora.quantize: nf4 holds linear layers in 4 bits, and this model has matrices outside of them, such "
                 f"as the experts of a mixture ({name}): leave lora.quantize null"
             )
-    for name, old in list(model.blocks.named_modules()):
-        if type(old) is not nn.Linear:
-            continue
+    for name, old in linears.items():
         # on a CPU bitsandbytes computes other widths wrong, by 20 to 40%, without an error
         if old.in_features % 64 != 0:
             raise BadInput(
