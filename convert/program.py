@@ -92,27 +92,23 @@ def print_table(settings: Conversion, counts: Counter) -> None:
 
 
 def with_fitting_form(settings: Conversion) -> Conversion:
-    """The settings, with the form that fits if there is one."""
+    """The settings with the form of convert/forms that fits, if there is one: all its paths are in these records, and
+    no other one has more paths."""
     file = files_of(split_sources(settings.file)[0])[0]
     sample = list(islice(decoded_records(file, []), 200))
-    form = fitting_form(settings, sample)
-    if form:
-        print(f"--form {form} fits", flush=True)
-        return replace(settings, **read_config_file(form_file(form)))
-    return settings
-
-
-def fitting_form(settings: Conversion, sample: list) -> str | None:
-    """The form of convert/forms that fits: all its paths are in these records, and no fitting form has more paths."""
     ranks = {}
-    for file in sorted(FORMS.glob("*.yaml")):
-        form = read_config_file(str(file))
-        is_for_pairs = file.stem.endswith("_pairs")
+    for form in sorted(FORMS.glob("*.yaml")):
+        is_for_pairs = form.stem.endswith("_pairs")
         if is_for_pairs and settings.kind != "paired":
             continue
-        reader = Reader(replace(settings, **form), Counter())
+        tried = replace(settings, **read_config_file(str(form)))
+        reader = Reader(tried, Counter())
         with suppress(BadInput):
             is_fit = any(list(reader.read([sample])))
             if is_fit and reader.layout.was_marked == bool(reader.layout.marks):
-                ranks[file.stem] = (is_for_pairs, len(split_commas(form["columns"])))
-    return max(ranks, key=ranks.get, default=None)
+                ranks[form] = (is_for_pairs, len(split_commas(tried.columns)))
+    if not ranks:
+        return settings
+    form = max(ranks, key=ranks.get)
+    print(f"--form {form.stem} fits", flush=True)
+    return replace(settings, **read_config_file(str(form)))

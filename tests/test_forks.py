@@ -566,7 +566,10 @@ def test_a_reference_in_bfloat16_moves_by_its_share_on_average(tiny, ratings, tm
 
 
 CANNOT_MOVE = {  # what is said -> the share and the setting
-    "new_reference: .*: not by a share, and not into 4 bits; give --reference": (0.6, "--lora.rank=2"),
+    "new_reference: .*: not by a share, and not into 4 bits; give --reference": (
+        0.6,
+        "--lora.rank=2",
+    ),
     "reference_cache: ": (0.6, "--reference_cache={out}/cache"),
     "new_reference: share: .* got 60": (60.0, "--seed=2"),
 }
