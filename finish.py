@@ -105,10 +105,7 @@ def format_before_after(before: dict, after: dict) -> str:
         low, high = wilson_interval(right, of)
         interval = f"({100 * low:.1f} to {100 * high:.1f})"
         # a sum of numbers from 0 to 1 has many digits
-        line = f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}"
-        if check["unjudged"]:
-            line += f", {check['unjudged']} without a verdict"
-        lines.append(line)
+        lines.append(f"  {name:<7} {right / of:6.1%}  {interval}  {round(right, 1)} of {of}")
     pairs = zip(before["answers"], after["answers"])
     rows = [(old["prompt"], old["completion"], new["completion"]) for old, new in pairs]
     rows.sort(key=lambda row: row[1] == row[2])  # answers that changed come first

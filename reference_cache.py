@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from data import step_examples
-from infra.console import BadInput, progress, rank, say, user_error
+from infra.console import BadInput, progress, rank, say
 from infra.devices import all_reduce, to_device
 from infra.files import write_whole
 from infra.optimizer import Plan
@@ -49,8 +49,7 @@ class CachedReference:
         # hash of an example: its log-prob. All that are known, and those that this rank has computed
         self.known: dict[str, float] = {}
         self.computed: dict[str, float] = {}
-        with user_error("reference_cache", self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._read()
 
     @property

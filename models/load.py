@@ -195,7 +195,7 @@ def litgpt_config(c: transformers.PretrainedConfig) -> litgpt.Config | None:
     is_windowed = [layer in ("sliding_attention", "mistral") for layer in layers]
     window = c.sliding_window if any(is_windowed) else None
     return litgpt.Config(
-        **litgpt_sizes(c), **shape, parallel_residual=False,
+        **litgpt_sizes(c), **shape,
         sliding_window_size=window, sliding_window_indices=is_windowed,
     )  # fmt: skip
 

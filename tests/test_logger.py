@@ -175,7 +175,7 @@ def answers(*texts: str) -> list[dict]:
 
 VERDICTS = """
 held-out accuracy by the checker (95% interval)
-  before   25.0%  (7.1 to 59.1)  2 of 8, 2 without a verdict
+  before   25.0%  (7.1 to 59.1)  2 of 8
   after    78.3%  (47.4 to 93.6)  7.8 of 10
 
   prompt  p1
@@ -188,8 +188,8 @@ held-out accuracy by the checker (95% interval)
 
 
 def test_the_verdict_shows_both_accuracies_and_first_the_answers_that_changed():
-    before = {"right": 2, "of": 8, "unjudged": 2, "answers": answers("same", "a\nb")}
-    after = {"right": 7.83489, "of": 10, "unjudged": 0, "answers": answers("same", "x" * 99)}
+    before = {"right": 2, "of": 8, "answers": answers("same", "a\nb")}
+    after = {"right": 7.83489, "of": 10, "answers": answers("same", "x" * 99)}
     text = format_before_after(before, after)
     assert text == VERDICTS.format("x" * 23, "x" * 24)
     assert max(map(len, text.splitlines())) <= 80
