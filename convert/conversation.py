@@ -17,8 +17,7 @@ from convert.layout import Layout
 from convert.messages import message, role_of
 from convert.paths import elements, opened
 from convert.values import Skipped, is_there
-from infra.console import BadInput, user_error
-from records.forms import unique_keys
+from infra.console import BadInput
 
 
 class Node(NamedTuple):
@@ -48,8 +47,9 @@ def rated_nodes(
     """The answers of the assistant among these messages. fields: the other fields of the record. raw: the record with
     the messages; None if each message is a record. Raises Skipped, and BadInput for a fault of no single answer."""
     columns = layout.columns
-    with user_error("id"):
-        by_id = unique_keys([(node.id, node) for node in nodes])
+    by_id = {node.id: node for node in nodes}
+    if len(by_id) < len(nodes):
+        raise BadInput("id: two messages have the same one")
     replies: dict[str | None, object] = {}  # the user's first message after each answer
     for node in nodes:
         if role_of(layout, node.raw) == "user":

@@ -21,7 +21,7 @@ def find(value: object, steps: list[str], index: tuple = ()) -> list[Found]:
     if not steps or value is None:
         return [(index, value)]
     step = steps[0]
-    if not step.startswith("*;"):
+    if isinstance(value, str) and not step.startswith("*;"):
         value = opened(value)
     if isinstance(value, dict):
         for n in range(len(steps), 0, -1):  # a field whose name has dots comes first
@@ -94,6 +94,9 @@ class Column:
     def all(self, record: object) -> list[Found]:
         """All values in a record, each with the index of every star and of its part of a sum."""
         self.was_asked = True
+        if self.text and isinstance(record, dict) and self.text in record:  # also a name with dots
+            self.was_found = True
+            return [((), record[self.text])]
         if len(self.parts) == 1:
             return self._first(self.parts[0], record, ())
         result = []

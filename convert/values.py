@@ -22,6 +22,8 @@ class Skipped(Exception):
 
 
 def is_there(value: object) -> bool:
+    if value:  # the fastest question; messages are read hundreds of thousands of times
+        return True
     return value not in (None, "", [], {})
 
 
