@@ -102,9 +102,6 @@ class Evaluator:
         """The checker's verdicts as bools and numbers of Python; None for no verdict; their number is printed.
         Called on rank 0 alone. Raises BadInput, with the number of the first answer that has another verdict;
         Failed if no answer has a verdict."""
-        refuse_unless(
-            self.checker, "eval.check: there is no checker to ask: demo, or main(checker=...)"
-        )
         with user_code("checker"):  # which may sort or empty its list
             verdicts = [as_python(x) for x in self.checker(list(answers))]
         refuse_unless(

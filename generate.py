@@ -213,8 +213,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")
     out = Path(args.out).expanduser()
-    if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
-        faults.append(f"out: {out}: expected a .jsonl file in a folder that is there")
     if args.prompts and out.exists():
         faults.append(f"out: {out}: the file is there already: delete it, or give another --out")
     refuse(faults)

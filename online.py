@@ -65,10 +65,6 @@ class Settings(RunSettings):
     def validate(self) -> None:
         super().validate()
         validate_iterations(self, moving_reference=self.online.reference == "last")
-        refuse_unless(
-            self.online.num_generations == 1 or self.online.temperature > 0,
-            "online.num_generations: at temperature 0 all answers to a prompt are equal",
-        )
 
 
 class OnlineKTO(KTO):
@@ -155,10 +151,6 @@ def main(
         "eval.check: online KTO needs a checker: demo, or main(checker=...)",
     )
     run = setup(cfg, objective(cfg.kto), checker, optimizer, rollout, make_records=make_records)
-    if run.examples["test"] and not run.evaluator.checker:
-        say(
-            "data.test: without a checker no number is computed of prompts: ask `final` by generate.py"
-        )
     with run:
         loop = trainer(run)
         prompts = run.examples["train"]

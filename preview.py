@@ -5,7 +5,6 @@ Reading order: main; parse_preview (its command line); show_record.
 
 import sys
 import textwrap
-import unicodedata
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 
@@ -111,10 +110,9 @@ def words_of(turn: str | dict) -> str:
 
 
 def show_turn(name: str, text: str) -> None:
-    wide = any(unicodedata.east_asian_width(x) in "WF" for x in text)  # two columns a character
     lines = []
     for line in text.splitlines():
-        lines += textwrap.wrap(line, 34 if wide else 68, replace_whitespace=False) or [""]
+        lines += textwrap.wrap(line, 68, replace_whitespace=False) or [""]
     if len(lines) > LINES:
         lines[LINES:] = [f"[{len(lines) - LINES:,} more lines]"]
     for line in lines or [""]:

@@ -360,7 +360,6 @@ def test_several_answers_to_a_prompt_differ_and_their_file_is_not_written_over(p
     "argv, message",
     [
         (["--prompt=x", "--prompts=p.jsonl"], "prompts: not with --prompt"),
-        (["--prompts=p.jsonl", "--out=a.json"], "out: a.json: expected a .jsonl file in a folder"),
         (["--prompts=nowhere.jsonl"], "nowhere.jsonl"),
         (["--prompts=p.jsonl"], "p.jsonl:2: prompt: from 1 to 127 tokens fit this model, got "),
         (["--prompts=q.jsonl"], "q.jsonl:1: prompt: the model has no chat template"),
