@@ -39,7 +39,8 @@ def step_examples(
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # plan.begin + epoch is another number in each epoch of the run: no iteration has more epochs than steps
+            # The seed plan.begin + epoch never repeats in a run: an epoch has at least one step, so the next iteration's
+            # plan.begin lies beyond the numbers used here.
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]
@@ -77,7 +78,7 @@ def made_ahead(items: Iterator) -> Iterator:
 
 def next_mismatched_completions(examples: list[Example]) -> list[np.ndarray | None]:
     """For each example the (first) completion of the next example, in circular order, that has another prompt and
-    another completion; None if there is no such example. (A shift by one may give another rating of the prompt.)"""
+    another completion; None if there is no such example. (The very next example may have the same prompt.)"""
     prompts = [e.prompt_key for e in examples]
     completions = [e.completions[0].tobytes() for e in examples]
     G = len(examples)
@@ -132,7 +133,8 @@ class Step:
                 any_completion if ids is None else np.asarray(ids, np.int32)
                 for ids in mismatched_completions
             ]
-        # L, the tokens of the step's longest completion. With one L in all micro-batches sums over L round equally.
+        # L, the tokens of the step's longest completion. All micro-batches take it, because a sum over a row of another
+        # padded length may round differently.
         completions = [e.completions for e in examples]
         lengths = map(len, chain(*completions, self.mismatched_completions or []))
         self.longest = max(lengths, default=0)

@@ -15,7 +15,8 @@ because these completions are no samples of the policy, but sampling would be sl
 Differences from the paper and from other implementations:
 - z is one number for a whole optimizer step, made from all its micro-batches and devices.
 - A mismatched pair never has a completion of its own prompt.
-- A run does not start unless r is exactly 0 on a few examples (or --reference names another model).
+- The policy starts as a copy of the reference. A run does not start unless r is exactly 0 on a few examples. (With
+  --reference, which names another model, this is not checked.)
 
 trainer.py has the loop, objective.py the other methods that an algorithm may override.
 
@@ -66,7 +67,8 @@ def kto_loss(logratio_B: Tensor, z_B: Tensor, desirable_B: Tensor, args: KTOSett
     """The loss of the paper, lambda_y - v(x, y), for each example. For thumbs up it tends to 0 as the log-ratio rises
     above z, and to lambda_D as it falls below z. For thumbs down it is the other way round.
 
-    logratio_B and z_B (z of each example, without gradient) are in nats. desirable_B is bool."""
+    logratio_B and z_B are in nats. z_B has z for each example, usually one number for all, without gradient.
+    desirable_B is bool."""
     sign_B = 2 * desirable_B.to(logratio_B.dtype) - 1
     lambda_B = torch.where(desirable_B, args.desirable_weight, args.undesirable_weight)
     return lambda_B * (1 - torch.sigmoid(args.beta * sign_B * (logratio_B - z_B)))
@@ -78,7 +80,7 @@ class KTO(Objective):
     def __init__(self, args: KTOSettings):
         self.args = args
 
-    # cached, so that a subclass may set them, in its class or in __init__
+    # cached_property, not property: a subclass may simply assign average_logps = True
 
     @cached_property
     def average_logps(self) -> bool:

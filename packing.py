@@ -243,7 +243,8 @@ class PackedBatch(NamedTuple):
 
     def sums(self, x_T: Tensor) -> Tensor:
         """(B, K) sums over the tokens of each completion. x_T: a number for each target."""
-        # not index_add, which on a GPU has no fixed order of addition: two passes could differ in the last bits
+        # Not index_add, which on a GPU has no fixed order of addition: two passes could differ in the last bits.
+        # unsafe: torch does not check the offsets, for which the host would wait.
         offsets = self.target_start_S
         sums = torch.segment_reduce(x_T, "sum", offsets=offsets, unsafe=True)  # ty: ignore
         return sums[self.sequence_BK]

@@ -61,7 +61,7 @@ class Trainer:
             save_is_due = is_due(step_number, run.cfg.save_interval, plan)
             if save_is_due or step_number == plan.end:
                 run.save()  # no-op if validate has saved this step
-            if run.objective.needs_reference:  # a line if log-ratios or gradients look wrong
+            if run.objective.needs_reference:  # prints a warning if the log-ratios look wrong
                 run.logger.health(step_number, plan, len(run.examples["val"]))
             reason = run.stop.reason or ("stop_at" if step_number == run.cfg.stop_at else "")
             if reason and step_number < plan.total:
@@ -98,7 +98,8 @@ class Trainer:
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
             run.logger.step(step_number, row, seconds)
-        if step_number == run.saved_step + 1:  # not only by the next checkpoint, hours later
+        # soon after a checkpoint, so that an error does not wait for the next one, hours later
+        if step_number == run.saved_step + 1:
             checks.check_state_dict(run.objective)
 
     def steps(self, examples: list[Example], plan: Plan) -> Iterator[tuple[Step, list[MicroBatch]]]:
@@ -120,7 +121,8 @@ class Trainer:
         The loss of every example needs z, and z needs the mismatched pairs of the whole step. Therefore z comes first,
         in a pass without gradient (z_first). With one micro-batch per rank the policy's forward may come before z
         (policy_forward_first). The mismatched pairs then reuse its prompts, which saves a pass over them. Several
-        micro-batches would have to keep all activations until z is known. Both orders agree up to rounding."""
+        micro-batches would have to keep all activations until z is known. Both orders agree up to rounding. A step
+        without mismatched pairs takes z_first, whose first pass then scores by the reference alone."""
         step.move_to(self.run.fabric.device)
         # all ranks take the same order, because they have equally many micro-batches
         if len(micro_batches) == 1 and step.mismatched_completions is not None:
@@ -130,7 +132,7 @@ class Trainer:
     def z_first(self, step: Step, micro_batches: Iterable[MicroBatch]) -> tuple[Columns, Z]:
         """z from all micro-batches, then the forward, loss and backward of each micro-batch."""
         all_ref_scores = []
-        mismatched_logratio_G = step.zeros()
+        mismatched_logratio_G = step.zeros()  # of each example's mismatched pair
         for micro in self.on_device(micro_batches):
             all_ref_scores.append(self.no_gradient_pass(micro, mismatched_logratio_G))
         z = self.z_of_step(step, mismatched_logratio_G)
@@ -286,7 +288,8 @@ class Trainer:
         """The columns of all examples. columns_G has those of this rank, and 0 for the examples of other ranks, so that
         the sum over ranks has all."""
         run = self.run
-        # All ranks take the columns and their order from rank 0: once for each kind of step, because the host waits.
+        # All ranks take the columns and their order from rank 0. The host waits for a broadcast, so there is only one
+        # for training and one for validation.
         kind = (type(run.objective), run.policy.training)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
@@ -341,7 +344,7 @@ class Trainer:
                 seed_user_code(run.fabric, run.cfg.seed, run.state.step)
             with user_code("mismatched_completions"):
                 completions = run.objective.mismatched_completions(examples)
-            if overrides:  # which may draw other random numbers on each rank
+            if overrides:  # which may differ between ranks, for example by a set
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.budget)
 
@@ -360,9 +363,9 @@ class Trainer:
         """Start a run or an iteration: check the start, fill the reference cache, validate at step 0."""
         run = self.run
         run.logger.begin(plan, len(examples))
-        if run.state.step == run.reference_step:
+        if run.state.step == run.reference_step:  # policy and reference are equal
             checks.check_start(self, examples)
-        if run.cfg.reference_cache and not run.reference.released:
+        if run.cfg.reference_cache and not run.reference.released:  # once in a run
             from reference_cache import precompute
 
             precompute(self, examples, plan)
