@@ -344,7 +344,7 @@ class Trainer:
                 seed_user_code(run.fabric, run.cfg.seed, run.state.step)
             with user_code("mismatched_completions"):
                 completions = run.objective.mismatched_completions(examples)
-            if overrides:  # which may differ between ranks, for example by a set
+            if overrides:  # torch draws other random numbers on each rank
                 completions = run.fabric.broadcast(completions)
         return Step(examples, completions, run.budget)
 
