@@ -39,8 +39,8 @@ def step_examples(
     for done_in_plan in range(done - plan.begin, plan.end - plan.begin):
         epoch, step_in_epoch = divmod(done_in_plan, plan.per_epoch)
         if order is None or step_in_epoch == 0:
-            # The seed plan.begin + epoch never repeats in a run: an epoch has at least one step, so the plan.begin of the
-            # next iteration is larger.
+            # The seed plan.begin + epoch never repeats in a run: an epoch has at least one step, so the next
+            # iteration's plan.begin is larger.
             order = order_of_examples(examples, cfg, plan.begin + epoch)
         start = step_in_epoch * cfg.batch_size
         yield [examples[j] for j in order[start : start + cfg.batch_size]]

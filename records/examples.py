@@ -343,6 +343,8 @@ def what_looks_wrong(record: Record, tokenizer: Tokenizer) -> Iterator[str]:
     pairs = zip(answers, texts)
     if any(not text.strip() and not answer.get("tool_calls") for answer, text in pairs):
         yield "with an empty completion"
+    if any("\r" in text for text in texts):
+        yield "with line ends of Windows in a text"
     for sign in tokenizer.special_tokens:
         if any(sign in text for text in texts):
             yield f"with {sign!r} in a text"

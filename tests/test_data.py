@@ -367,11 +367,12 @@ def test_a_line_of_an_error_names_the_source_of_a_converted_record(tmp_path):
 def test_the_table_counts_what_may_be_a_mistake(tmp_path):
     mark = "<|im_end|>"
     dialogue = rated([user(f"what is {mark}, {mark}?")], [bot("an end")])
-    texts = [("p", " "), ("p", "c")]
+    texts = [("p", " "), ("p", "c"), ("p\r\nq", "c"), ("p", "c\r\n")]
     records = [dialogue, *(rated([user(p)], [bot(c)]) for p, c in texts)]
     _, counts = load(write(tmp_path / "d.jsonl", *records), chat())
     found = {what: n for what, n in counts.items() if n and what.startswith("with ")}
-    assert found == {f"with {mark!r} in a text": 1, "with an empty completion": 1}
+    signs = {f"with {mark!r} in a text": 1, "with line ends of Windows in a text": 2}
+    assert found == signs | {"with an empty completion": 1}
 
 
 def test_the_table_counts_what_was_read(tmp_path):
