@@ -214,11 +214,9 @@ def check_same_columns(columns: Iterable[str], expected: Iterable[str]) -> None:
         )
 
 
-def check_row(row: object) -> dict[str, float | None]:
+def check_row(row: dict[str, Any]) -> dict[str, float | None]:
     """The row that an objective's metrics has returned, with numbers of torch or numpy as Python's.
     Raises BadInput."""
-    if not isinstance(row, dict):
-        raise BadInput(f"metrics: expected {{column: number or None}}, got {row!r:.60}")
     numbers = {name: as_python(x) for name, x in row.items()}
     for name, x in numbers.items():
         if not isinstance(x, int | float | None):

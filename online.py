@@ -17,7 +17,7 @@ from typing import Literal, cast
 from jsonargparse.typing import PositiveInt
 
 from data import shuffled
-from evaluation import Checker, as_answers, format_rows, with_answers
+from evaluation import Checker, as_answers, with_answers
 from infra.console import run_cli, say
 from infra.optimizer import iteration_plans
 from infra.parse import parse
@@ -105,21 +105,12 @@ def balanced(examples: list[Example]) -> list[Example]:
 
 
 def show_ratings(run: Run, i: int, examples: list[Example], stop: list[str]) -> None:
-    """Print the iteration's counts and a few of its answers."""
-    answers = as_answers(run.tokenizer, examples, stop)
+    """Print the iteration's counts."""
     rated = [e for e in examples if e.weight > 0]  # the others are dropped
     right = sum(e.label for e in rated)
-    cut = sum(a.cut for a in answers)
-    tokens = sum(len(e.completions[0]) for e in examples)
+    cut = sum(a.cut for a in as_answers(run.tokenizer, examples, stop))
     counts = f"{len(examples):,} examples, {right:,} of {len(rated):,} rated right, {cut:,} cut"
-    say(f"iteration {i}: {counts}, {tokens:,} tokens")
-    rows = []
-    for answer, example in zip(answers[:4], examples):
-        rating = "up" if example.label else "down"
-        if example.weight == 0:
-            rating = "not counted"
-        rows.append((answer.prompt, answer.completion, rating))
-    say(format_rows(("prompt", "answer", "rated"), rows))
+    say(f"iteration {i}: {counts}")
 
 
 def items_of_iteration(items: list, i: int, n: int, seed: int) -> list:

@@ -50,7 +50,7 @@ def main() -> None:
         )
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     first = load_splits(data, tokenizer, settings.kind)["train"][0]
-    show_first_of_each_kind(data, settings.kind)
+    show_first_record(data, settings.kind)
     print()
     for ids in (first.prompt, *first.completions):
         print(repr(tokenizer.hf.decode(ids)), ids.tolist(), sep="\n")
@@ -69,17 +69,11 @@ def parse_preview(words: list[str]) -> PreviewSettings:
     return parse_command(PreviewSettings, main.__doc__, long_words)
 
 
-def show_first_of_each_kind(data: Data, kind: Kind) -> None:
-    """Print the first record of each kind (up, down, a pair, ...) as turns."""
-    titles = set()
-    for file in files_of(split_sources(data.train)[0]):
-        for where, raw in islice(decoded_records(file, []), 10_000):
-            record = understand_record(raw, kind, split_commas(data.extra))
-            if record.label not in titles:
-                titles.add(record.label)
-                show_record(where, record)
-            if len(titles) == 2 or kind != "rated":
-                return
+def show_first_record(data: Data, kind: Kind) -> None:
+    """Print the first record of the first file as turns."""
+    file = files_of(split_sources(data.train)[0])[0]
+    for where, raw in islice(decoded_records(file, []), 1):
+        show_record(where, understand_record(raw, kind, split_commas(data.extra)))
 
 
 # ---- a record as turns ---------------------------------------------------------------------------

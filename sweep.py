@@ -18,7 +18,7 @@ from signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, SIGUSR1, getsignal, signal
 from subprocess import Popen
 
 import report
-from infra.console import BadInput, Failed, run_cli
+from infra.console import Failed, run_cli
 from infra.parse import split_options
 from infra.program import program_hash
 from infra.settings import LocalPath, refuse_unless
@@ -67,14 +67,11 @@ def main(argv: list[str] | None = None) -> None:
         "--out_dir", type=LocalPath, help="the folder of all runs and of the report"
     )
     args, words = parser.parse_known_args(argv)
-    refuse_unless(args.program.is_file(), f"program: {args.program}: no such file")
     out = Path(args.out_dir) if args.out_dir else Path("out", f"sweep-{args.program.stem}")
     grid = []
     for option in filter(None, split_options(words)):
         name, _, values = "=".join(option).partition("=")
-        if len(option) > 2 or ("=" in option[0] and len(option) > 1):
-            given = " ".join(option)
-            raise BadInput(f"{given}: expected one value, or several by commas without blanks")
+        refuse_unless(len(option) < 3, f"{name}: expected values with commas, without blanks")
         grid.append([f"{name}={value}" for value in next(csv.reader([values])) or [""]])
 
     failed = []

@@ -78,19 +78,9 @@ def test_every_combination_runs_and_a_failed_one_goes_on_with_the_same_command(c
     assert capsys.readouterr().out.splitlines()[:4] == [f"{run}  {end}" for run in runs]
 
 
-BLANKS = "--seed.*: expected one value, or several by commas"
-
-
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        ([*GRID, "--seed", "1,", "2"], BLANKS),
-        ([*GRID, "--seed=1", "2"], BLANKS),
-        (["gone.py", "--seed=1,2"], "program: gone.py: no such file$"),
-    ],
-)
-def test_a_wrong_command_is_refused_before_the_first_run(argv, said):
-    refused(f"^{said}", sweep.main, argv)
+def test_a_wrong_command_is_refused_before_the_first_run():
+    said = "^--seed: expected values with commas, without blanks"
+    refused(said, sweep.main, [*GRID, "--seed", "1,", "2"])
     assert not Path("out").exists()
 
 
