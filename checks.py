@@ -16,9 +16,11 @@ from data import Step
 from infra.console import BadInput, Failed, say, user_error
 from infra.optimizer import steps_per_epoch
 from infra.settings import (
+    Data,
     IdleRule,
     RunSettings,
     Sampling,
+    find_path,
     refuse_unless,
     split_commas,
 )
@@ -26,6 +28,7 @@ from model import Scores
 from objective import Columns, Objective, Z
 from packing import Part
 from records.examples import Example
+from records.sources import ENDINGS, files_of, split_sources
 from records.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -71,6 +74,16 @@ def check_settings(objective: Objective, cfg: RunSettings) -> None:
         raise BadInput(
             f"batch_size: {kind} needs at least 2: a mismatched pair takes another's completion"
         )
+
+
+def check_files(data: Data) -> None:
+    """Refuse a file of records that is not there, before a model is fetched."""
+    for split, sources in {"train": data.train, "val": data.val, "test": data.test}.items():
+        for source in split_sources(sources):
+            for file in files_of(source):
+                path = find_path(file)
+                is_file = path.suffix.lower() in ENDINGS
+                refuse_unless(path.exists() or not is_file, f"data.{split}: {file}: no such file")
 
 
 def check_examples(

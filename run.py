@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 
 from checks import (
     check_examples,
+    check_files,
     check_new_reference,
     check_objective,
     check_optimizer,
@@ -250,6 +251,7 @@ def setup(
     check_settings(objective, cfg)
     folder = run_folder(cfg)
     checkpoint = find_checkpoint(folder, cfg.resume)  # refuses a folder that holds another run
+    check_files(cfg.data)
 
     # the model that the settings name, its tokenizer, and the records
     source = find_model(cfg.model)

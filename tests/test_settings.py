@@ -168,6 +168,8 @@ def test_a_file_that_is_no_settings_is_refused(config, tmp_path):
     "argv, said",
     [
         ("--kto.bta 3", "kto.bta: no such setting; did you mean kto.beta?"),
+        # before the model is looked for
+        ("--model=no/model --data.train=demo/trian.jsonl", "data.train: demo/trian.jsonl: no such file"),
         ("--model=no/model --data.train=no/data.set", "model: no/model: no such folder here"),
     ],
 )  # fmt: skip
