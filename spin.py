@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data import MicroBatch, shuffled
 from dpo import DPO, DPOSettings
-from evaluation import Checker, format_rows
+from evaluation import Checker
 from infra.console import BadInput, run_cli, say
 from infra.devices import to_device
 from infra.files import read_lines
@@ -125,16 +125,6 @@ def make_pairs(run: Run, i: int, answers: list[list[int]], mix: float) -> list[E
     return [e._replace(completions=(*e.completions, np.array(ids, np.int32))) for e, ids in pairs]
 
 
-def show_pairs(run: Run, i: int, beta: float, pairs: list[Example]) -> None:
-    """Print the iteration's counts and a few of its pairs."""
-    say(f"iteration {i}: beta {beta}, {len(pairs):,} pairs")
-    rows = []
-    for example in pairs[:4]:
-        cells = (example.prompt, *example.completions)
-        rows.append([run.tokenizer.decode(ids) for ids in cells])
-    say(format_rows(("prompt", "demonstration", "the policy's own"), rows))
-
-
 def main(
     argv: list[str] | None = None,
     objective: Callable[..., Objective] = SPIN,
@@ -163,7 +153,7 @@ def main(
         for i, plan in iterations(run, sizes, moving_reference=True):
             answers = policy_answers(run, i, plan, demonstrations, cfg.spin)
             pairs = make_pairs(run, i, answers, cfg.spin.mix)
-            show_pairs(run, i, betas[i - 1], pairs)
+            say(f"iteration {i}: beta {betas[i - 1]}, {len(pairs):,} pairs")
             run.use_objective(objective(cfg.spin, betas[i - 1]))
             if not loop.fit(pairs, plan):
                 break

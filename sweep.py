@@ -14,7 +14,7 @@ import shlex
 import sys
 from itertools import product
 from pathlib import Path
-from signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, SIGUSR1, getsignal, signal
+from signal import SIGINT, SIGTERM, SIGUSR1, signal
 from subprocess import Popen
 
 import report
@@ -23,7 +23,7 @@ from infra.parse import split_options
 from infra.program import program_hash
 from infra.settings import LocalPath, refuse_unless
 
-STOPS = SIGINT, SIGTERM, SIGUSR1, SIGHUP  # after which a run has saved (devices.Stop)
+STOPS = SIGINT, SIGTERM, SIGUSR1  # after which a run has saved (devices.Stop)
 
 
 def run_one(command: list[str], folder: Path) -> str:
@@ -43,12 +43,11 @@ def run_one(command: list[str], folder: Path) -> str:
                 "finished before; the program has changed since: to run it again, delete the folder"
             )
         run = Popen(command, stdout=log, stderr=log)
-        # A terminal sends Ctrl-C to the run, too. Other signals may reach only the sweep, so it passes them on: the
-        # run saves and ends. Otherwise a scheduler's notice would end the sweep and the unsaved run.
+        # A terminal sends Ctrl-C to the run, too. A scheduler's signals may reach only the sweep, so it passes them on:
+        # the run saves and ends.
         signal(SIGINT, lambda *_: None)
         for number in STOPS[1:]:
-            if getsignal(number) != SIG_IGN:  # by nohup
-                signal(number, lambda *_: run.terminate())
+            signal(number, lambda *_: run.terminate())
         code = run.wait()
         if code - 128 in STOPS or -code in STOPS:
             raise SystemExit("stopped; the same command continues")

@@ -14,7 +14,7 @@ import sweep
 from infra.console import Failed
 
 HERE = Path(sweep.__file__).parent
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 # Finishes at once, but for --kto.beta=0.3: while a file `how` is there, it does what that says.
 PROGRAM = """
 import signal, sys, time
@@ -45,7 +45,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
