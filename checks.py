@@ -17,19 +17,16 @@ from infra.console import BadInput, Failed, say, user_error
 from infra.optimizer import steps_per_epoch
 from infra.settings import (
     Data,
-    IdleRule,
     RunSettings,
     Sampling,
     find_path,
     refuse_unless,
-    split_commas,
 )
 from model import Scores
 from objective import Columns, Objective, Z
 from packing import Part
 from records.examples import Example
 from records.sources import ENDINGS, files_of, split_sources
-from records.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from trainer import Trainer
@@ -100,29 +97,6 @@ def check_examples(
     if objective.record_kind != "prompts":
         # refuses a batch that is larger than the data
         steps_per_epoch(cfg, len(examples["train"]))
-
-
-def idle_rules(
-    cfg: RunSettings,
-    objective: Objective,
-    tokenizer: Tokenizer,
-    examples: dict[str, list[Example]],
-    has_checker: bool,
-) -> list[IdleRule]:
-    """When settings have no effect, given the other settings, these records and the chat template."""
-    val = examples["val"]
-    shares = zip(examples.values(), split_commas(cfg.data.split))
-    is_share_empty = any(float(share) and not found for found, share in shares)
-    is_online = objective.record_kind == "prompts"
-    is_checked = has_checker and bool(val or examples["test"] or is_online)
-    return [
-        *cfg.idle_rules(),
-        *tokenizer.idle_rules(tokenizer.has_rendered, "data."),
-        (is_share_empty, "data.split", "a share is empty: there are too few conversations"),
-        (not val, "val_interval eval.samples keep_best", "no records are held out"),
-        (not is_checked, "eval.check eval.check_interval eval.prompts", "no answers are checked"),
-        (is_online, "kto.balance", "there are no ratings: use online.balance"),
-    ]
 
 
 def check_tokens(examples: Iterable[Example], vocab_size: int, model: str) -> None:

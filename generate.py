@@ -28,7 +28,6 @@ from infra.random_numbers import mixed
 from infra.settings import (
     LocalPath,
     Sampling,
-    idle_settings,
     refuse,
     refuse_unless,
     split_commas,
@@ -67,7 +66,6 @@ class AskedModel:
         self.policy = self.fabric.to_device(load_model(source, dtype=dtype))
         self.longest_prompt = self.policy.max_seq_length - 1
         self.by_template = bool(self.tokenizer.template) and not args.plain
-        refuse(idle_settings(args, self.tokenizer.idle_rules(self.by_template)))
         if self.by_template:
             self.tokenizer.end_as_the_template_does()
 
@@ -208,8 +206,7 @@ def answer_file(model: AskedModel, args: Ask, out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_command(Ask, __doc__, sys.argv[1:] if argv is None else argv)
-    for_files = "out extra num_generations batch_size"
-    faults = idle_settings(args, [(not args.prompts, for_files, "only with --prompts")])
+    faults = []
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")
     out = Path(args.out).expanduser()

@@ -28,14 +28,12 @@ from checks import (
     check_optimizer,
     check_settings,
     check_state_dict,
-    idle_rules,
 )
 from evaluation import Checker, Evaluator
 from infra import console
 from infra.checkpoint import (
     RunState,
     begin_run,
-    check_resumed_hashes,
     check_resumed_settings,
     find_checkpoint,
     load_checkpoint,
@@ -44,7 +42,6 @@ from infra.checkpoint import (
     save_checkpoint,
     save_state,
     take_folder,
-    unlock_folder,
 )
 from infra.console import BadInput, Interrupted, program_file, say
 from infra.devices import (
@@ -59,7 +56,7 @@ from infra.logger import Logger
 from infra.optimizer import make_optimizer, what_trains
 from infra.program import program_hash
 from infra.random_numbers import mixed
-from infra.settings import RunSettings, idle_settings
+from infra.settings import RunSettings
 from models.hub import Source, context_of, find_model, read_config, weights_hash
 from models.load import load_model
 from models.lora import merged_weights, reset_adapters
@@ -217,7 +214,6 @@ class Run:
             self.stop_early(self.stop.reason)
         elif isinstance(error, Exception) and (self.saved_step or self.state.iteration):
             self.say_how_to_continue("stopped by an error")  # an iteration has saved its answers
-        unlock_folder(self.folder)
         self.stop.close()
         if failed:
             return False
@@ -265,12 +261,8 @@ def setup(
     tokenizer = Tokenizer(source, data.chat_template, data.date, data.chat_template_kwargs)
     examples = load_splits(data, tokenizer, objective.record_kind, make_records)
     cfg = objective.resolve(cfg, examples["train"])
-    check_resumed_settings(checkpoint, cfg, program)
+    check_resumed_settings(checkpoint, cfg)
     check_examples(cfg, configs, objective, examples)
-    has_checker = bool(checker or cfg.eval.check)
-    rules = idle_rules(cfg, objective, tokenizer, examples, has_checker)
-    for line in idle_settings(cfg, rules):
-        say(line)
 
     # the processes, and the run's folder, which the first of them locks
     fabric = launch(cfg, sharding_of(cfg))
@@ -278,7 +270,6 @@ def setup(
     folder = fabric.broadcast(folder)  # its default name has the clock of each rank
     # once more, now that no other run can write there
     checkpoint = on_rank_0(fabric, lambda: take_folder(folder, cfg.resume))
-    on_rank_0(fabric, lambda: check_resumed_hashes(checkpoint, hashes))
     # for settings.yaml: --config RUN/settings.yaml --resume auto finds the run, in its newest step
     cfg = replace(cfg, out_dir=str(folder), resume=None)
 

@@ -21,6 +21,7 @@ writes and reads its own part (torch.distributed.checkpoint); nothing is gathere
 import fcntl
 import json
 import math
+import os
 import shutil
 import subprocess
 import warnings
@@ -30,7 +31,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import lightning
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
@@ -119,9 +119,8 @@ class RunState:
 def checkpoints_by_step(out: Path) -> dict[int, Path]:
     """The checkpoints of a run by step, in order. A folder with another name, such as a copy that the user has made, is
     not one of them."""
-    paths = sorted((out / "checkpoints").glob("step-*"))
-    steps = {path: path.name.removeprefix("step-") for path in paths}
-    return {int(step): path for path, step in steps.items() if step.isdecimal()}
+    paths = sorted((out / "checkpoints").glob("step-" + 8 * "[0-9]"))
+    return {int(path.name.removeprefix("step-")): path for path in paths}
 
 
 def run_folder(cfg: RunSettings) -> Path:
@@ -154,68 +153,40 @@ def find_checkpoint(out: Path, resume: str | None) -> Path | None:
     return checkpoint
 
 
-_locks = {}  # folder into which a run of this process writes -> its open lock file
-
-
 def take_folder(out: Path, resume: str | None) -> Path | None:
     """Make a run's folder, lock it for this process, and find the checkpoint. Raises BadInput."""
     with user_error("out_dir", out):
         out.mkdir(parents=True, exist_ok=True)
-        _locks[out] = open(out / ".lock", "w")
-        try:  # the lock lasts until the file is closed or this process ends, in whatever way
-            fcntl.lockf(_locks[out], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(out / ".lock", os.O_CREAT | os.O_WRONLY)
+        try:  # the lock lasts until this process ends, in whatever way
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"out_dir: {out}: in use by another process") from None
         except OSError:  # some file systems have none: Lustre without flock, NFS without lockd
             say(f"out_dir: {out}: no locks here: a second process in this folder would not be seen")
-    checkpoint = find_checkpoint(out, resume)
-    if resume and not checkpoint:
-        say(f"nothing to resume in {out}: starting")
-    return checkpoint
+    return find_checkpoint(out, resume)
 
 
-def unlock_folder(out: Path) -> None:
-    if out in _locks:  # rank 0's
-        _locks.pop(out).close()
-
-
-def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings, program: str) -> None:
-    """Raise BadInput for a resume by another program, or with settings that would make another run."""
+def check_resumed_settings(checkpoint: Path | None, cfg: RunSettings) -> None:
+    """Raise BadInput for a resume with settings that would make another run."""
     if checkpoint is None:
         return
-    began_with = read_state(checkpoint).hashes["program"]
-    if program != began_with:
-        raise BadInput(f"program: the run is one of {began_with}, and this is {program}")
     saved = flatten(read_settings(checkpoint))
     new = flatten(cfg)
     changed = changed_settings(saved, new, resume_rules(type(cfg)))
-    if changed:
-        faults = [
-            f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in changed
-        ]
-        own_settings = f"{checkpoint.parents[1]}/settings.yaml"
-        faults[-1] += f"; a resume uses the run's own settings (--config {own_settings})"
-        raise BadInput("\n".join(faults))
-
-
-def check_resumed_hashes(checkpoint: Path | None, hashes: dict[str, str]) -> None:
-    """Raise BadInput for a resume by another program, with other models or with other records."""
-    if checkpoint is None:
-        return
-    began_with = read_state(checkpoint).hashes
-    changed = [name for name, x in hashes.items() if x != began_with.get(name)]
-    refuse([f"{name}: not what this run began with" for name in changed])
+    refuse([f"{name}: the run has {saved.get(name)}, you gave {new[name]}" for name in changed])
 
 
 def begin_run(
     out: Path, checkpoint: Path | None, cfg: RunSettings, hashes: dict[str, str], code: str
 ) -> RunState:
     """Write the settings into the folder. A resume also renames the checkpoints of later steps. Returns the state that
-    the run begins with. Raises BadInput if the models are not those of the checkpoint."""
-    check_resumed_hashes(checkpoint, hashes)  # now with those of the weights
+    the run begins with. Raises BadInput for a resume by another program, with other models or with other records."""
     state = RunState(hashes=hashes, code=code)
     if checkpoint:
         state = read_state(checkpoint)
+        changed = [name for name, x in hashes.items() if x != state.hashes.get(name)]
+        refuse([f"{name}: not what this run began with" for name in changed])
         say(f"resumed from {checkpoint}")
         if code not in state.code.split("+"):
             say(f"the program has changed since step {state.step}: report.py keeps this run apart")
@@ -229,21 +200,15 @@ def begin_run(
                 aside = path.with_name(f"abandoned-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
+    describe = f"git -C '{ROOT}' describe --always --dirty '--exclude=*' 2>/dev/null"
+    commit = subprocess.getoutput(describe) or "unknown"
     head = (
-        f"# {hashes['program']}, code {state.code}, records {hashes['records'][:12]}, {versions()}"
+        f"# {hashes['program']}, code {state.code}, records {hashes['records'][:12]}, "
+        f"commit {commit}, torch {torch.__version__}"
     )
     write_whole(out / "settings.yaml", f"{head}\n{dump_yaml(cfg)}")
     say(f"run folder: {out}")
     return state
-
-
-def versions() -> str:
-    """The project's commit, if this is a git clone, and the versions of torch and lightning."""
-    # the shell raises nothing if git is not installed
-    command = "git describe --always --dirty '--exclude=*'"
-    git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    commit = git.stdout.strip() or "unknown"
-    return f"commit {commit}, torch {torch.__version__}, lightning {lightning.__version__}"
 
 
 # ---- save ----------------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 # torch reads this in the processes that this one launches. Otherwise a rank also prints a C++ stack if another rank
 # has died.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-launched = []  # the Fabric of several processes: an error here ends the processes that it launched
+launched = []  # the Fabric of a run of several processes
 
 
 class BadInput(ValueError):
@@ -55,15 +54,8 @@ def rank() -> int:
 
 
 def program_file() -> Path:
-    """The file that was started. Raises BadInput if there is none, because a resume could not tell whether the program
-    has changed."""
-    file = Path(sys.argv[0]).resolve()
-    if not file.is_file():
-        raise BadInput(
-            "no file was started, as in a cell of a notebook: use !python kto.py ..., and write a program of your own "
-            "into a file (%%writefile mine.py)"
-        )
-    return file
+    """The file that was started."""
+    return Path(sys.argv[0]).resolve()
 
 
 def say(line: str) -> None:
@@ -76,9 +68,6 @@ def say(line: str) -> None:
 
 
 shows_progress = True  # setup sets it to the setting `progress`
-
-
-PAUSE = 20  # seconds from one line about some work to the next
 
 
 @dataclass
@@ -113,15 +102,10 @@ def advance(n: int = 1) -> None:
     work = _works[-1]
     work.done += n
     now = time.monotonic()
-    if n and shows_progress and now >= work.shown + PAUSE:
+    if n and shows_progress and now >= work.shown + 20:
         work.shown = now
         how_far = f"{work.done / work.total:.0%}" if work.total else f"{work.done:,}"
         say(f"{work.title}: {how_far}")
-
-
-def duration(seconds: float) -> str:
-    """0:01:30"""
-    return str(timedelta(seconds=round(seconds)))
 
 
 @contextlib.contextmanager
@@ -183,17 +167,9 @@ def run_cli(main: Callable[[], None]) -> None:
             who = f"rank {rank()}: error" if rank() else "error"
             lines = str(e) or "stopped by SIGINT"
             text = "".join(f"{who}: {line}\n" for line in lines.split("\n"))
-        elif type(e).__name__ == "OutOfMemoryError":  # torch's, and this file does without torch
-            text += (
-                "out of memory: a step takes less with --micro_batch_tokens 4096 or --activation_checkpointing true, "
-                "sampling with a smaller batch_size (docs/speed.md)\n"
-            )
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()
-    if launched:  # an orderly exit would wait for the other ranks
-        for fabric in launched:
-            for child in getattr(fabric.strategy.launcher, "procs", []):
-                child.kill()
+    if launched:  # an orderly exit would wait for the other ranks, which end with this process
         os._exit(code)
     sys.exit(code)

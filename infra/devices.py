@@ -56,46 +56,31 @@ def resolve_devices(cfg: RunSettings, n_layer: int, n_embd: int) -> dict[str, ob
     """The settings devices, accelerator and precision, filled in for a model of this size.
     Raises BadInput."""
     devices, nodes = resolve_processes(cfg.devices)
-    gpus = torch.cuda.device_count()
     accelerator = cfg.accelerator
     if accelerator == "auto":
-        accelerator = "gpu" if gpus else "cpu"
-    refuse_unless(
-        accelerator == "cpu" or devices <= gpus,
-        f"accelerator: gpu, devices: {devices}, but this process sees {gpus} GPUs",
-    )
+        accelerator = "gpu" if torch.cuda.device_count() else "cpu"
     on_gpu = accelerator == "gpu"
     what = "CPU"
     if on_gpu:
         # torch counts GPUs without its driver, which may be too old
-        with user_error("accelerator: gpu (--accelerator cpu computes on the CPU)"):
+        with user_error("accelerator: gpu"):
             what = torch.cuda.get_device_name(0)
-    say(f"device: {what}" + (f", {devices * nodes} processes" if devices * nodes > 1 else ""))
+    say(f"device: {what}, processes: {devices * nodes}")
     precision = resolve_precision(cfg.precision, on_gpu, n_layer, n_embd)
     return dict(devices=devices, accelerator=accelerator, precision=precision)
 
 
 def resolve_precision(precision: str | None, on_gpu: bool, n_layer: int, n_embd: int) -> str:
     """The setting `precision`. If it is not given: the fastest one for a model of this size on this machine. All its
-    GPUs are of one kind. Raises BadInput."""
-    if on_gpu and not multiplies_bfloat16(0):
-        name = torch.cuda.get_device_name(0)
-        major, minor = torch.cuda.get_device_capability(0)
-        reason = f"{name} (capability {major}.{minor}, below 8.0) does not multiply bfloat16"
-        refuse_unless(
-            precision not in ("bf16-mixed", "bf16-true"),
-            f"precision: {precision}: {reason}; use 32-true",
-        )
-        if not precision:
-            say(f"precision: 32-true: {reason}")
-        return precision or "32-true"
+    GPUs are of one kind."""
     if precision:
         return precision
     # A CPU with matrix products in bfloat16 gains from them if the blocks have more than 50M weights: 1.6 to 1.7 times
     # at 135M. Without these products bfloat16 is about six times slower.
     cpu_multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     cpu_gains = cpu_multiplies and 12 * n_layer * n_embd**2 > 50e6
-    precision = "bf16-mixed" if on_gpu or cpu_gains else "32-true"
+    gains = multiplies_bfloat16(0) if on_gpu else cpu_gains
+    precision = "bf16-mixed" if gains else "32-true"
     say(f"precision: {precision}, which is fastest for this machine and a model of this size")
     return precision
 
@@ -110,14 +95,11 @@ def prepare_machine() -> None:
 
     On a CPU: let glibc keep the memory of freed tensors up to 32 MB. By default it returns most of this memory to the
     kernel, which clears the pages for the next forward; a small model's step took 1.1 to 1.2 times as long.
-    The user's own settings of malloc stay.
 
     On a GPU: no attention kernels of cuDNN. torch 2.11 prefers them on an H100, but they build a plan for each new
     shape, and nearly every batch has a new shape.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
     # numbers of the two settings in glibc's malloc.h
     trim_threshold = -1
     mmap_threshold = -3
@@ -138,7 +120,9 @@ class DDP(DDPStrategy):
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         device_ids = self._determine_ddp_device_ids()
-        return DistributedDataParallel(module, device_ids, **self._ddp_kwargs)
+        ddp = DistributedDataParallel(module, device_ids, **self._ddp_kwargs)
+        ddp.broadcast_buffers = False  # our buffers are constant
+        return ddp
 
 
 def launch(cfg: RunSettings, shard: Callable | None = None) -> Fabric:
@@ -159,12 +143,8 @@ def launch(cfg: RunSettings, shard: Callable | None = None) -> Fabric:
             shard, data_parallel_size=devices * nodes, tensor_parallel_size=1, timeout=LONGEST_WAIT
         )
     elif strategy == "ddp" or devices * nodes > 1:
-        # our buffers are constant; the option has a new name since torch 2.13
-        is_new = torch.__version__ >= "2.13"
-        option = "forward_sync_buffers" if is_new else "broadcast_buffers"
         # gradients are views of DDP's buckets, not copies
-        options = {option: False, "gradient_as_bucket_view": True}
-        strategy = DDP(**options, timeout=LONGEST_WAIT)
+        strategy = DDP(gradient_as_bucket_view=True, timeout=LONGEST_WAIT)
     environments = {"torchrun": TorchElasticEnvironment, "srun": SLURMEnvironment}
     with user_error("devices"):
         fabric = Fabric(
@@ -334,14 +314,11 @@ def set_weights(
         if x is not None:
             part = local_part(p)
             new = local_part(place_like(x.detach().to(p.dtype), p))
-            part.copy_(new if share == 1 else moved(part, new, share, seed, name))
-
-
-def moved(x: Tensor, target: Tensor, share: float, seed: int, name: str) -> Tensor:
-    """x, moved by a share towards the target, in the dtype of x. seed, name: see round_at_random."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    exact = x.to(wide).lerp(target.to(wide), share)
-    return round_at_random(exact, x.dtype, name, seed)
+            if share < 1:
+                wide = torch.promote_types(part.dtype, torch.float32)
+                exact = part.to(wide).lerp(new.to(wide), share)
+                new = round_at_random(exact, part.dtype, name, seed)
+            part.copy_(new)
 
 
 # ---- when a run ends early -----------------------------------------------------------------------

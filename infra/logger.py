@@ -10,15 +10,16 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infra import health
-from infra.console import duration, rank, say
+from infra.console import rank, say
 from infra.files import write_json, write_whole
-from infra.optimizer import Plan, steps_of
+from infra.optimizer import Plan
 from infra.settings import RunSettings
 
 # Column of a row -> how the console shows its value; other columns are only in the files.
@@ -101,15 +102,8 @@ class Logger:
             return
         self.total = plan.total
         batch_size = self.cfg.batch_size
-        left_out = n - plan.per_epoch * batch_size
-        length = f"{plan.total:,} steps of {batch_size:,} examples"
-        say(length + (", by max_steps, not by epochs" if self.cfg.max_steps else ""))
-        say(f"{plan.per_epoch:,} steps per epoch, without {left_out:,} of {n:,} examples")
-        warmup = steps_of(self.cfg.optim.warmup, plan.warmup_epoch)
-        if warmup > plan.total:
-            say(
-                f"the warmup of {warmup:,} steps is longer than the run, which never reaches optim.lr"
-            )
+        say(f"{plan.total:,} steps of {batch_size:,} examples, {plan.per_epoch:,} per epoch")
+        say(f"{n - plan.per_epoch * batch_size:,} of {n:,} examples are left out of each epoch")
 
     def step(self, step: int, row: dict, seconds: float) -> None:
         """Write a step's row of metrics.csv. About twenty rows a run, or one a minute, are shown. seconds: how long the
@@ -129,7 +123,8 @@ class Logger:
             seconds_left = (now - self.began) / (step - self.first + 1) * (self.total - step)
             # without accuracy, which needs more than one step
             cells = " ".join(format_cells(row | {"accuracy": None}))
-            say(f"step {step}/{self.total}: {cells} ETA {duration(seconds_left)}")
+            eta = timedelta(seconds=round(seconds_left))
+            say(f"step {step}/{self.total}: {cells} ETA {eta}")
 
     def validation(self, step: int, row: dict, samples: list[dict]) -> None:
         """Write a row of val.csv, and eval/step-N.json with the row and the samples."""
@@ -163,7 +158,4 @@ class Logger:
 
 def format_cells(row: dict) -> list[str]:
     """The values of `row` that the console shows, as texts. A missing column or None has no text."""
-    formats = dict(CELLS)
-    if row.get("kl/clamped"):  # a bare "kl 0.0000" would look like a bug
-        formats["kl"] = "kl 0 (clamped)"
-    return [text.format(row[name]) for name, text in formats.items() if row.get(name) is not None]
+    return [text.format(row[name]) for name, text in CELLS.items() if row.get(name) is not None]

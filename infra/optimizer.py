@@ -33,14 +33,9 @@ class Plan(NamedTuple):
 
 def steps_of(interval: int | str, per_epoch: int) -> int:
     """An interval (settings.Interval) in steps. One in epochs is at least 1 step; 0 steps stay 0."""
-    if is_in_epochs(interval):
+    if isinstance(interval, str):  # 0.5 epochs
         return max(1, round(float(interval.split()[0]) * per_epoch))
     return int(interval)
-
-
-def is_in_epochs(interval: int | str) -> bool:
-    """True for "0.5 epochs"; False for 100."""
-    return isinstance(interval, str)
 
 
 def is_due(step: int, interval: int | str | None, plan: Plan) -> bool:
@@ -52,7 +47,7 @@ def is_due(step: int, interval: int | str | None, plan: Plan) -> bool:
     if interval is None:
         return step == plan.end
     every = steps_of(interval, plan.per_epoch)
-    if is_in_epochs(interval):
+    if isinstance(interval, str):
         return step == plan.end or (step - plan.begin) % every == 0
     return step == plan.total or step % every == 0
 
@@ -126,8 +121,7 @@ def lr_at(step: int, plan: Plan, optim: Optim, peak: float) -> float:
 def what_trains(policy: torch.nn.Module) -> str:
     """A line with the number of weights that are trained."""
     n = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    n_all = sum(p.numel() for p in policy.parameters())
-    return f"training {n:,} of {n_all:,} weights"
+    return f"training {n:,} weights"
 
 
 def make_optimizer(policy: torch.nn.Module, cfg: RunSettings) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ no is a text, a number or a boolean.
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import json
 import re
 import sys
@@ -18,8 +19,8 @@ import docstring_parser
 import jsonargparse
 import yaml
 
-from infra.console import BadInput, say, user_error
-from infra.settings import ROOT, Epochs, find_path, flatten, read_text
+from infra.console import BadInput, user_error
+from infra.settings import ROOT, find_path, flatten, read_text
 
 
 def parse(cls, argv: list[str] | None, objective, demo: str):
@@ -36,8 +37,6 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
     if not {"model", "config"} & names:
         defaults = read_config_file(str(ROOT / "config" / demo))
         if "data.train" in names:
-            if "print_config" not in names:  # what that prints is a file of settings
-                say("your data.train: the demo's validation data and checker are not used")
             defaults = {x: value for x, value in defaults.items() if not x.startswith("eval.")}
             defaults["data.val"] = None
     doc = sys.modules[objective.__module__].__doc__ or ""
@@ -89,10 +88,7 @@ def build(cls: type, parsed: Mapping[str, object]) -> typing.Any:
     values = {}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
-            try:
-                values[name] = build(kind, parsed[name])
-            except BadInput as e:  # by its __post_init__, which does not know the name of the group
-                raise BadInput(f"{name}.{e}") from None
+            values[name] = build(kind, parsed[name])
         else:
             values[name] = json.loads(json.dumps(parsed[name]))  # as plain types
     return cls(**values)
@@ -147,8 +143,7 @@ class Texts(yaml.SafeLoader):
         keys = [self.construct_object(key) for key, _ in node.value]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
-            line = node.start_mark.line + 1
-            raise ValueError(f"{twice[0]}: given twice in the settings that begin in line {line}")
+            raise ValueError(f"{twice[0]}: given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -161,10 +156,7 @@ def read_config_file(file: str) -> dict[str, object]:
     """The settings of a YAML file by dotted names: texts, lists or None. Raises BadInput."""
     path = find_path(file)
     with user_error("config", file):
-        groups = read_yaml(read_text(path))
-    if not isinstance(groups, dict):
-        raise BadInput(f"config: {file}: expected settings, `name: value`")
-    settings = flatten(groups)
+        settings = flatten(read_yaml(read_text(path)))
     folder = path.resolve().parent
     if path.name == "settings.yaml" and (folder / "checkpoints").is_dir():
         # a run's own file; the folder may have been moved or copied
@@ -190,10 +182,8 @@ def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]
     if not match or match[2] not in known:
         return " ".join(message.split())
     name = match[2]
-    kind = _type_name(known[name])
-    if name in texts:
-        return f"{name}: expected {kind}, got {texts[name]}"
-    return f"{name}: missing: --{name} {kind}"
+    kind = inspect.formatannotation(known[name])
+    return f"{name}: expected {kind}, got {texts.get(name, 'nothing')}"
 
 
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
@@ -203,9 +193,7 @@ def unknown_name(name: str, known: Mapping[str, object]) -> str:
     similar = difflib.get_close_matches(name.split(".")[-1], names, n=1, cutoff=0.7)
     if similar:
         return f"{name}: no such setting; did you mean {names[similar[0]]}?"
-    # data.columns and others are now options of convert
-    advice = "; python -m convert reads foreign data" if name.startswith("data.") else ""
-    return f"{name}: no such setting{advice}"
+    return f"{name}: no such setting"
 
 
 def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") -> None:
@@ -217,11 +205,3 @@ def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") 
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             _add_help(parser, kind, f"{name}.")
-
-
-def _type_name(kind: typing.Any) -> str:
-    """The type of a setting, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
-    if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
-        return " or ".join(map(_type_name, typing.get_args(kind)))
-    words = {type(None): "null", Epochs: "0.5 epochs"}
-    return words.get(kind) or getattr(kind, "__name__", str(kind))

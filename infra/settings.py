@@ -5,7 +5,6 @@ as a default say how a resume treats the field. parse.py reads settings from fil
 """
 
 import dataclasses
-import json
 import math
 import re
 import typing
@@ -70,10 +69,6 @@ def refuse(faults: list[str]) -> None:
     """Raise BadInput with the first 20 faults, one on each line, if there are any."""
     if faults:
         raise BadInput("\n".join(faults[:20]))
-
-
-# (holds, names, reason): if `holds`, these settings have no effect. Names are divided by blanks; `lora.` is a group.
-IdleRule = tuple[bool, str, str]
 
 
 # ---- what a resume may do with a setting ------------------------------------------------------------
@@ -268,7 +263,7 @@ class RunSettings:
     batch_size: PositiveInt = 64
     """Examples per optimizer step over all devices. The only batch size that the gradient depends on."""
     micro_batch_size: PositiveInt | None = free(None)
-    """Examples per forward on a device. It changes memory and speed only."""
+    """Examples per forward on a device. It changes memory and speed only. It overrides micro_batch_tokens."""
     micro_batch_tokens: PositiveInt | None = free(None)
     """Tokens per forward instead, also without gradient; a longer example is computed alone. Default:
     16384; on a CPU fewer where they would need more than 4 GB."""
@@ -302,18 +297,14 @@ class RunSettings:
         """Raise BadInput for fields that do not go together. jsonargparse has checked each field by its
         type."""
         for name, value in flatten(self).items():
-            refuse_unless(
-                self.strategy != "fsdp" or value not in ("nf4", "64-true"),
-                f"{name}: {value} does not work with strategy fsdp; use ddp",
-            )
             # an empty text comes from a variable of the shell that is not set
             refuse_unless(
                 value not in ("", math.inf),
                 f"{name}: expected a finite number or a text that is not empty, got {value!r}",
             )
         refuse_unless(
-            self.lora.rank or not self.lora.quantize,
-            "lora.quantize: a quantised model cannot be trained itself; set lora.rank",
+            not self.lora.quantize or (self.lora.rank and self.strategy != "fsdp"),
+            "lora.quantize: it needs lora.rank, and does not work with strategy fsdp",
         )
         refuse_unless(
             self.lora.rank or self.precision != "bf16-true",
@@ -321,49 +312,8 @@ class RunSettings:
             "weight of 0.02); use bf16-mixed, or LoRA",
         )
         refuse_unless(
-            not (self.micro_batch_size and self.micro_batch_tokens),
-            "micro_batch_size and micro_batch_tokens: give one, not both",
-        )
-        refuse_unless(
             self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
         )
-        refuse_unless(self.seed < 2**32, f"seed: expected less than 2^32, got {self.seed}")
-
-    def idle_rules(self) -> list[IdleRule]:
-        """When settings have no effect because of other settings. checks.py adds those that depend on the records."""
-        return [(not self.lora.rank, "lora.", "there are no adapters without lora.rank")]
-
-
-# ---- settings without effect ---------------------------------------------------------------------
-
-
-def given_settings(settings: object, prefix: str = "") -> list[str]:
-    """The dotted names of the settings that differ from their defaults."""
-    names = []
-    for name, value in vars(settings).items():
-        if dataclasses.is_dataclass(value):
-            names += given_settings(value, f"{prefix}{name}.")
-        # a class has its fields' defaults as attributes, except [] of a list
-        elif value != getattr(type(settings), name, []):
-            names.append(f"{prefix}{name}")
-    return names
-
-
-def idle_settings(settings: object, rules: list[IdleRule]) -> list[str]:
-    """One message per rule that holds. It names the settings of the rule that the user has given."""
-    given_names = given_settings(settings)
-    lines = []
-    for holds, names, reason in rules:
-        idle_names = names.split()
-        # "lora." means the whole group
-        idle = [
-            name
-            for name in given_names
-            if name in idle_names or f"{name.split('.')[0]}." in idle_names
-        ]
-        if holds and idle:
-            lines.append(f"no effect: {', '.join(idle)}: {reason}")
-    return lines
 
 
 # ---- names, and what a resume has changed --------------------------------------------------------------
@@ -410,7 +360,5 @@ def flatten(settings, prefix: str = "") -> dict[str, object]:
 
 
 def dump_yaml(settings) -> str:
-    """YAML that parses back into equal settings. Through JSON, which writes a time as a text."""
-    return yaml.safe_dump(
-        json.loads(json.dumps(dataclasses.asdict(settings), default=str)), sort_keys=False
-    )
+    """YAML that parses back into equal settings."""
+    return yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False)

@@ -52,8 +52,4 @@ def begin_wandb(cfg: RunSettings) -> Track:
             resume="allow",
         )
     write_whole(id_file, run.id)
-
-    def track(step: int, numbers: dict) -> None:
-        run.log(numbers, step=step)
-
-    return track
+    return lambda step, numbers: run.log(numbers, step=step)

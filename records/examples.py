@@ -393,6 +393,8 @@ def load_splits(
     for name, examples in splits.items():
         if examples:
             describe(name, examples, kind, counts[name])
+        elif data.split:
+            say(f"data.split: 0 examples for {name}")
     return {name: numbered(examples) for name, examples in splits.items()}
 
 

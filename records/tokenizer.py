@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infra.console import BadInput, say, user_error
-from infra.settings import IdleRule, find_path, read_text, refuse_unless, split_commas
+from infra.settings import find_path, read_text, refuse_unless, split_commas
 from models.hub import Source, read_json
 from records.forms import Record, as_turns
 from records.template import MARK, ChatTemplate, template_of
@@ -58,12 +58,16 @@ class Tokenizer:
             self.template = self.hf.chat_template and template_of(self.hf)
         with user_error("data.date", date):
             self.chat = ChatTemplate(self.hf, date, template_kwargs(chat_template_kwargs))
+        for name in self.chat.kwargs:
+            refuse_unless(
+                re.search(rf"\b{re.escape(name)}\b", self.chat.source),
+                f"chat_template_kwargs: the chat template does not read {name}",
+            )
         stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
         self.eos = stops[0]
         self.stops = tuple(dict.fromkeys(stops))
-        self.has_rendered = False  # whether a record has gone through the chat template
         self.stops_of_template: tuple[int, ...] = ()  # those that the chat template adds
         self.bos = self.hf.bos_token_id
         # GPT-2 calls its EOS the unknown token, too, and needs none
@@ -89,7 +93,6 @@ class Tokenizer:
         """
         if not by_template:
             return record.prompt, record.completions
-        self.has_rendered = True
         return self.chat.render(record, Counter() if counts is None else counts)
 
     def asked(self, record: Record, by_template: bool) -> Record:
@@ -97,17 +100,6 @@ class Tokenizer:
         if by_template:
             return self.chat.asked(record._replace(prompt=as_turns(record.prompt)))
         return record._replace(tools=None, template_kwargs=None, date=None)
-
-    def idle_rules(self, by_template: bool, prefix: str = "") -> list[IdleRule]:
-        """When the settings of the chat template have no effect. prefix: of their names."""
-        template = self.chat.source
-        unread = [x for x in self.chat.kwargs if not re.search(rf"\b{re.escape(x)}\b", template)]
-        names = " ".join(f"{prefix}{x}" for x in ("chat_template", "chat_template_kwargs", "date"))
-        reason = f"the chat template does not read {', '.join(unread)}"
-        return [
-            (not by_template, names, "no record goes through the chat template"),
-            (by_template and bool(unread), f"{prefix}chat_template_kwargs", reason),
-        ]
 
     def end_as_the_template_does(self) -> None:
         """Compare the token that ends an answer in the chat template with `stops`. If it is missing, add it and say so.

@@ -72,7 +72,7 @@ PROMPTS = [
     {"prompt": QUESTION, "completion": "an old answer", "label": False, "weight": 0.5},
 ]
 # What a run may say otherwise. A record that says how the model was asked is not changed by it.
-OTHERWISE = dict(date="2021-05-06", chat_template_kwargs="enable_thinking=false,x=1")
+OTHERWISE = dict(date="2021-05-06", chat_template_kwargs="enable_thinking=false")
 
 
 def answered_by_program(model: Path, prompts: Path, out: Path, style: str | None) -> None:

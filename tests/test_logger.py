@@ -84,7 +84,7 @@ def test_a_run_prints_about_twenty_lines_or_one_a_minute(
         logger.step(step, row, seconds)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[0] for line in lines] == [f"step {step}" for step in shown]
-    assert lines[-1].endswith(f": loss 0.2500 kl 0 (clamped) margins 11.09 tok/s 1,234 {last}")
+    assert lines[-1].endswith(f": loss 0.2500 kl 0.0000 margins 11.09 tok/s 1,234 {last}")
     assert total > 1000 or max(map(len, lines)) <= 80
 
 
