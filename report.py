@@ -9,22 +9,15 @@ report.png and report.csv (the numbers of each run) to the parent of the first r
 
 import argparse
 import json
-import re
 from pathlib import Path
 
+import pandas as pd  # report.py and sweep.py need: pip install -e '.[report]'
 import yaml
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
-try:
-    import pandas as pd
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as e:
-    raise SystemExit(
-        f"error: {e}: report.py and sweep.py need: pip install -e '.[report]'"
-    ) from None
-
-from infra.console import run_cli, user_error
-from infra.settings import RunSettings, Sampling, flatten, resume_rules
+from infra.console import run_cli
+from infra.settings import flatten
 
 # The columns of metrics.csv and val.csv that are read. Each has a plot.
 PLOTS = """loss rewards/margins accuracy checker_accuracy
@@ -32,24 +25,19 @@ entropy kl kl/clamped kl/own""".split()
 ABOUT = """
 rewards, kl: against the reference of the same run; code: a hash of the program's own files;
 before: checker_accuracy at step 0; kl/clamped: share of the training steps;
-test/: of the test split, by final, and by best; the others: of the last validation after step 0 that has the number
+test/: of the test split, by `final` and by `best`; the others: of the last validation after step 0 that has the number
 (docs/columns.md)"""
 
 
 def read_run(folder: Path) -> dict:
-    """A run's settings by dotted name, and what else keeps two runs apart. Raises BadInput."""
-    with user_error(None):
-        text = (folder / "settings.yaml").read_text()
+    """A run's settings by dotted name, and what else keeps two runs apart."""
+    text = (folder / "settings.yaml").read_text()
     steps = read_csv(folder / "val.csv").index
-    head = text.partition("\n")[0]  # "# kto.py, code ..., records ..., commit ..."
-    code, records = (re.search(rf", {name} (\S+),", head) for name in ("code", "records"))
     return {
-        "program": head[2:].partition(",")[0],
-        # files of the same names may have changed
-        "code": code and code[1],
-        "records": records and records[1],
+        # "# kto.py, code ..., records ...": files of the same names may have changed
+        "program": text.partition(", commit")[0].removeprefix("# "),
         # an unfinished run by the step of its last validation: no mean over different ones
-        "ended": (folder / "final").exists() or f"step-{steps.max() if len(steps) else 0}",
+        "ended": (folder / "final").exists() or f"step-{steps.max()}",
     } | flatten(yaml.safe_load(text))
 
 
@@ -60,33 +48,19 @@ def read_csv(file: Path) -> pd.DataFrame:
 
 
 def read_test(folder: Path) -> dict[str, float]:
-    """The numbers of the test split: test/accuracy, ... of `final`, and test/best/accuracy, ... of `best`."""
+    """The numbers of the test split: test/final/accuracy, ..., and test/best/accuracy, ..."""
     file = folder / "eval" / "test.json"
     rows = json.loads(file.read_text()) if file.exists() else {}
-    before = {"final": "test", "best": "test/best"}
     numbers = {}
     for which, row in rows.items():
-        numbers |= {f"{before[which]}/{name}": row[name] for name in PLOTS if name in row}
+        numbers |= {f"test/{which}/{name}": row[name] for name in PLOTS if name in row}
     return numbers
 
 
-def free_settings() -> list[str]:
-    """Settings of all programs that do not change the numbers of a run. A resume may also change some of data,
-    because it compares the records themselves."""
-    rules = resume_rules(RunSettings)
-    for group in ("spin", "online"):
-        rules |= {f"{group}.{name}": rule for name, rule in resume_rules(Sampling).items()}
-    names = [name for name, rule in rules.items() if rule == "free"]
-    return [name for name in names if not name.startswith("data.")]
-
-
 def group_names(settings: list[dict]) -> list[str]:
-    """The settings of each run that differ among the runs, except the seed."""
+    """The settings of each run that differ among the runs, except the seed and the folder."""
     table = pd.DataFrame(settings, dtype=object).map(str)
-    table = table.drop(columns=free_settings(), errors="ignore")
-    # the same seed twice: the program may have changed in between, so no mean over both
-    table["copy"] = table.groupby([*table]).cumcount().map(str)
-    table = table.drop(columns="seed").loc[:, lambda table: table.nunique() > 1]
+    table = table.drop(columns=["seed", "out_dir"]).loc[:, lambda table: table.nunique() > 1]
     names = []
     for row in table.to_dict("records"):
         # nan: only other programs have this setting

@@ -5,7 +5,7 @@
 Values separated by commas make the grid. Put a value that has commas in double quotes:
 --lora.targets '"q_proj,v_proj",all-linear' are two values. Each run has a folder in out/sweep-kto (another one:
 --out_dir), with its output in log.txt. The same command again skips finished runs and continues the others. If the
-program's files have changed since, sweep.py says so, and the report does not mix the runs.
+program's files have changed since, the report does not mix the runs. To run them all again, delete the folder.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from subprocess import Popen
 import report
 from infra.console import Failed, run_cli
 from infra.parse import split_options
-from infra.program import program_hash
 from infra.settings import LocalPath, refuse_unless
 
 STOPS = SIGINT, SIGTERM, SIGUSR1  # after which a run has saved (devices.Stop)
@@ -28,20 +27,13 @@ STOPS = SIGINT, SIGTERM, SIGUSR1  # after which a run has saved (devices.Stop)
 
 def run_one(command: list[str], folder: Path) -> str:
     """Run a command, unless it has finished before. -> how it ended."""
-    code = program_hash(Path(command[1]).resolve())
-    ending = f": {shlex.join(command)}\n"
-    finished = f"finished by code {code}{ending}"
+    finished = f"finished: {shlex.join(command)}\n"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "a+") as log:
         log.seek(0)
         # A finished run is also started if its command has changed. The run then refuses the other settings.
-        text = log.read()
-        if finished in text:
+        if finished in log.read():
             return "finished before"
-        if ending in text:
-            return (
-                "finished before; the program has changed since: to run it again, delete the folder"
-            )
         run = Popen(command, stdout=log, stderr=log)
         # A terminal sends Ctrl-C to the run, too. A scheduler's signals may reach only the sweep, so it passes them on:
         # the run saves and ends.
