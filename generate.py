@@ -210,6 +210,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.prompt and args.prompts:
         faults.append("prompts: not with --prompt")
     out = Path(args.out).expanduser()
+    if not out.absolute().parent.is_dir():
+        faults.append(f"out: {out}: the folder is not there")
     if args.prompts and out.exists():
         faults.append(f"out: {out}: the file is there already: delete it, or give another --out")
     refuse(faults)

@@ -11,10 +11,16 @@ import argparse
 import json
 from pathlib import Path
 
-import pandas as pd  # report.py and sweep.py need: pip install -e '.[report]'
 import yaml
-from matplotlib import colormaps
-from matplotlib.figure import Figure
+
+try:
+    import pandas as pd
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as e:
+    raise SystemExit(
+        f"error: {e}: report.py and sweep.py need: pip install -e '.[report]'"
+    ) from None
 
 from infra.console import run_cli
 from infra.settings import flatten

@@ -170,6 +170,9 @@ def run_cli(main: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()
-    if launched:  # an orderly exit would wait for the other ranks, which end with this process
+    if launched:  # an orderly exit would wait for the other ranks
+        for fabric in launched:
+            for child in getattr(fabric.strategy.launcher, "procs", []):
+                child.kill()
         os._exit(code)
     sys.exit(code)

@@ -8,7 +8,6 @@ no is a text, a number or a boolean.
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import json
 import re
 import sys
@@ -19,8 +18,8 @@ import docstring_parser
 import jsonargparse
 import yaml
 
-from infra.console import BadInput, user_error
-from infra.settings import ROOT, find_path, flatten, read_text
+from infra.console import BadInput, say, user_error
+from infra.settings import ROOT, Epochs, find_path, flatten, read_text, refuse_unless
 
 
 def parse(cls, argv: list[str] | None, objective, demo: str):
@@ -37,6 +36,8 @@ def parse(cls, argv: list[str] | None, objective, demo: str):
     if not {"model", "config"} & names:
         defaults = read_config_file(str(ROOT / "config" / demo))
         if "data.train" in names:
+            if "print_config" not in names:  # what that prints is a file of settings
+                say("your data.train: the demo's validation data and checker are not used")
             defaults = {x: value for x, value in defaults.items() if not x.startswith("eval.")}
             defaults["data.val"] = None
     doc = sys.modules[objective.__module__].__doc__ or ""
@@ -88,7 +89,10 @@ def build(cls: type, parsed: Mapping[str, object]) -> typing.Any:
     values = {}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
-            values[name] = build(kind, parsed[name])
+            try:
+                values[name] = build(kind, parsed[name])
+            except BadInput as e:  # by its __post_init__, which does not know the name of the group
+                raise BadInput(f"{name}.{e}") from None
         else:
             values[name] = json.loads(json.dumps(parsed[name]))  # as plain types
     return cls(**values)
@@ -156,7 +160,9 @@ def read_config_file(file: str) -> dict[str, object]:
     """The settings of a YAML file by dotted names: texts, lists or None. Raises BadInput."""
     path = find_path(file)
     with user_error("config", file):
-        settings = flatten(read_yaml(read_text(path)))
+        groups = read_yaml(read_text(path))
+    refuse_unless(isinstance(groups, dict), f"config: {file}: expected settings, `name: value`")
+    settings = flatten(groups)
     folder = path.resolve().parent
     if path.name == "settings.yaml" and (folder / "checkpoints").is_dir():
         # a run's own file; the folder may have been moved or copied
@@ -182,8 +188,7 @@ def one_line(message: str, texts: Mapping[str, str], known: Mapping[str, object]
     if not match or match[2] not in known:
         return " ".join(message.split())
     name = match[2]
-    kind = inspect.formatannotation(known[name])
-    return f"{name}: expected {kind}, got {texts.get(name, 'nothing')}"
+    return f"{name}: expected {_type_name(known[name])}, got {texts.get(name, 'nothing')}"
 
 
 def unknown_name(name: str, known: Mapping[str, object]) -> str:
@@ -205,3 +210,11 @@ def _add_help(parser: jsonargparse.ArgumentParser, cls: type, prefix: str = "") 
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             _add_help(parser, kind, f"{name}.")
+
+
+def _type_name(kind: typing.Any) -> str:
+    """The type of a setting, in words: PositiveInt; kto or apo_zero_unpaired; str or null."""
+    if typing.get_origin(kind) not in (None, list):  # a union, or a Literal
+        return " or ".join(map(_type_name, typing.get_args(kind)))
+    words = {type(None): "null", Epochs: "0.5 epochs"}
+    return words.get(kind) or getattr(kind, "__name__", str(kind))

@@ -314,6 +314,7 @@ class RunSettings:
         refuse_unless(
             self.out_dir or self.resume != "auto", "resume: auto needs --out_dir, the run's own"
         )
+        refuse_unless(self.seed < 2**32, f"seed: expected less than 2^32, got {self.seed}")
 
 
 # ---- names, and what a resume has changed --------------------------------------------------------------

@@ -59,10 +59,8 @@ class Tokenizer:
         with user_error("data.date", date):
             self.chat = ChatTemplate(self.hf, date, template_kwargs(chat_template_kwargs))
         for name in self.chat.kwargs:
-            refuse_unless(
-                re.search(rf"\b{re.escape(name)}\b", self.chat.source),
-                f"chat_template_kwargs: the chat template does not read {name}",
-            )
+            if not re.search(rf"\b{re.escape(name)}\b", self.chat.source):
+                say(f"chat_template_kwargs: the chat template does not read {name}")
         stops = [i for i in (self.hf.eos_token_id, *model_stops(source.root)) if i is not None]
         if not stops:
             raise BadInput(f"{folder}: eos_token: missing: a completion could never end")
