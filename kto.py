@@ -8,9 +8,9 @@ To try an idea, copy this file (cp kto.py mine.py), change kto_loss, and run the
 `main`, as the files in examples/ do.
 
 The log-ratio of a completion, r = log policy - log reference, says how much more probable the completion has become.
-The loss compares r with z, an estimate of KL(policy || reference) in nats: the mean r of the step's mismatched pairs,
-clamped to at least 0. A mismatched pair is a prompt with the completion of another prompt. The estimate is rough,
-because these completions are no samples of the policy, but sampling would be slow.
+The loss compares r with z, an estimate of KL(policy || reference) in nats. z is the mean r of the step's mismatched
+pairs, clamped to at least 0. A mismatched pair is a prompt with the completion of another prompt. The estimate is
+rough, because these completions are no samples of the policy. Sampling would be slow.
 
 Differences from the paper and from other implementations:
 - z is one number for a whole optimizer step, made from all its micro-batches and devices.
