@@ -284,7 +284,7 @@ def check_same(logps: list[Tensor], ref_logps: list[Tensor], step_number: int) -
     if largest != 0:
         raise Failed(
             f"step {step_number}: policy and reference differ by {largest:.3g} nats: the reference is not the model "
-            f"that the run starts from, or gives no finite log-probs (docs/families.md)"
+            "that the run starts from, or gives no finite log-probs (docs/families.md)"
         )
 
 

@@ -26,10 +26,14 @@ def finish(loop: "Trainer") -> None:
     compare(run)
     if run.cfg.lora.rank:
         export_adapters(run)
-    if run.cfg.lora.quantize or is_rounded(run.source, run.cfg):
+    reason = ""
+    if run.cfg.lora.quantize:
+        reason = "the measured base is in 4 bits"
+    elif is_rounded(run.source, run.cfg):
+        reason = "its weights are rounded to the types of the model's files"
+    if reason:
         say(
-            "`final` is another model than the measured one, because the export rounds its weights, or because the "
-            "measured base is in 4 bits: measure `final` itself"
+            f"`final` is another model than the measured one, because {reason}: measure `final` itself"
         )
     exports = {"final": run.state.step, "best": run.state.best_step}
     if run.cfg.keep_best and run.state.best_step is None:

@@ -15,7 +15,7 @@ rough, because these completions are no samples of the policy. Sampling would be
 Differences from the paper and from other implementations:
 - z is one number for a whole optimizer step, made from all its micro-batches and devices.
 - A mismatched pair never has a completion of its own prompt.
-- The policy starts as a copy of the reference. A run does not start unless r is exactly 0 on a few examples. (With
+- Policy and reference start as the same model. A run does not start unless r is exactly 0 on a few examples. (With
   --reference, which names another model, this is not checked.)
 
 trainer.py has the loop, objective.py the other methods that an algorithm may override.

@@ -159,6 +159,7 @@ def policy_answers(
     key = examples_hash({repr(causes): examples})[:16]
     lines = on_rank_0(run.fabric, lambda: read_lines(file))
     rows = [row for row in lines if row["key"] == key]
+    text = as_lines(rows)
     if len(rows) < len(examples):
         refuse_unless(run.state.step == plan.begin, f"resume: {file}: {LOST}")
         folder = export_policy(run) if run.rollout else None
@@ -181,8 +182,9 @@ def policy_answers(
             for example, ids in zip(batch, fresh):
                 answer = answer_fields(*read_answer(run.tokenizer, ids, args.stop))
                 rows.append(example.asked | answer | {"key": key, "ids": ids})
+            text += as_lines(rows[start:])
             if run.fabric.global_rank == 0:
-                write_whole(file, as_lines(rows))
+                write_whole(file, text)
     return [row["ids"] for row in rows]
 
 

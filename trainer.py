@@ -37,6 +37,8 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run = run
+        # whether the present step writes a row of metrics.csv; only such a step computes the entropy
+        self.row_is_due = True
         self.column_names: dict[tuple, list[str]] = {}  # see columns_of_all_ranks
 
     def fit(self, examples: list[Example] | None = None, plan: Plan | None = None) -> bool:
@@ -75,7 +77,7 @@ class Trainer:
         began = time.perf_counter()
         run.state.step += 1
         step_number = run.state.step
-        row_is_due = is_due(step_number, run.cfg.log_interval, plan)
+        self.row_is_due = is_due(step_number, run.cfg.log_interval, plan)
         seed_user_code(run.fabric, run.cfg.seed, step_number)
         run.policy.train()  # elsewhere it is in eval mode
         columns, z = self.gradient(step, micro_batches)
@@ -87,13 +89,13 @@ class Trainer:
         # a signal to one rank stops all ranks
         run.stop.agree(run.fabric.device)
         checks.check_finite(step, columns["loss"], z, grad_norm, step_number)
-        entropy_G = columns.pop("entropy")  # of the loop, not of the objective
-        row = self.metrics_row(columns, z) if row_is_due else {}
+        entropy_G = columns.pop("entropy", None)  # of the loop, not of the objective
+        row = self.metrics_row(columns, z) if self.row_is_due else {}
         with user_code("after_step"):
             run.objective.after_step(step, columns, z)
         lr = self.optimizer_step(plan)
         seconds = time.perf_counter() - began
-        if row_is_due:
+        if self.row_is_due:
             own_row = {"grad_norm": grad_norm, "lr": lr} | self.loop_row(step, entropy_G, plan)
             own_row |= speed_of(step.examples, seconds, run.fabric.device)
             row = join_columns(row, own_row)
@@ -217,7 +219,7 @@ class Trainer:
         """The policy's scores of a packed batch (class Scores in model.py). prompts: use these cached prompts.
         keeps_prompts: cache those of this forward. All scores of the policy come from here."""
         by_token = self.run.objective.by_token
-        entropy = torch.is_grad_enabled()
+        entropy = self.row_is_due and torch.is_grad_enabled()
         return self.run.policy(packed, prompts, keeps_prompts, by_token, entropy)
 
     def reference_forward(
@@ -289,8 +291,8 @@ class Trainer:
         the sum over ranks has all."""
         run = self.run
         # All ranks take the columns and their order from rank 0. The host waits for a broadcast, so there is only one
-        # for training and one for validation.
-        kind = (type(run.objective), run.policy.training)
+        # for each kind of step: in training or validation, with the entropy or without.
+        kind = (type(run.objective), run.policy.training, "entropy" in columns_G)
         if kind not in self.column_names:
             self.column_names[kind] = run.fabric.broadcast(list(columns_G))
         names = self.column_names[kind]

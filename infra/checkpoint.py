@@ -200,8 +200,10 @@ def begin_run(
                 aside = path.with_name(f"abandoned-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-    describe = f"git -C '{ROOT}' describe --always --dirty '--exclude=*' 2>/dev/null"
-    commit = subprocess.getoutput(describe) or "unknown"
+    # the shell raises nothing if git is not installed
+    describe = "git describe --always --dirty '--exclude=*'"
+    git = subprocess.run(describe, shell=True, cwd=ROOT, capture_output=True, text=True)
+    commit = git.stdout.strip() or "unknown"
     head = (
         f"# {hashes['program']}, code {state.code}, records {hashes['records'][:12]}, "
         f"commit {commit}, torch {torch.__version__}"

@@ -64,7 +64,8 @@ def _make_card(checkpoint: Source) -> str:
     name = settings["model"]
     is_path = Path(name).is_absolute() or find_path(name).exists()
     about = {
-        "library_name": "transformers",
+        # transformers cannot load a model with blocks of a fork's own
+        "library_name": "transformers" if GPT.block_class is Block else None,
         "base_model": None if is_path else name,
         "tags": [Path(state.hashes["program"]).stem, "preference-tuning"],
     }

@@ -142,7 +142,10 @@ def find_model(name: str, what: str = "model", weights: bool = True) -> Source:
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         what = f"{what}: {folder}/adapter_config.json: base_model_name_or_path"
     if base:
-        refuse_unless(find_path(base).resolve() != folder.resolve(), f"{what}: {base}: itself")
+        refuse_unless(
+            find_path(base).resolve() != folder.resolve(),
+            f"{what}: {base}: names itself as its base",
+        )
         return Source(folder, find_model(base, what, weights))
     if not (folder / "config.json").exists():
         raise BadInput(

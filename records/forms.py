@@ -42,8 +42,8 @@ LABELS = dict.fromkeys("True true TRUE 1 1.0 chosen desirable up".split(), True)
 LABELS |= dict.fromkeys("False false FALSE 0 0.0 rejected undesirable down".split(), False)
 # Fields of an answer. A record that is read only for its prompt loses them.
 OF_ANSWERS = "messages completion chosen rejected label chosen_reward rejected_reward spans".split()
-# The model and the user's next message. generate.py and `python -m convert`
-# write these fields. They are no part of an example. The source is also no part, if it is a place in a file.
+# The model and the user's next message. generate.py and `python -m convert` write these fields. They are no part of an
+# example. The source is also no part, if it is a place in a file.
 ORIGIN = ("generator", "next")
 # The roles that chat templates know, and the names that ShareGPT, LangChain and Gemini have for them.
 ROLES = {x: x for x in "system developer user assistant tool function ipython".split()}
